@@ -1,0 +1,44 @@
+"""From a path and a number of ranks to the set that fits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from shardconv.checkpoint import WEIGHTS_STEM
+from shardconv.destination import set_folder_name, sets_in
+from shardconv.errors import SetError
+from shardconv.manifest import MANIFEST_NAME
+
+
+def find_set(path: str | os.PathLike[str], subfolder: str | None, size: int) -> Path:
+    """The folder of the set for `size` ranks.
+
+    `path` is a component folder, an output folder with `subfolder`, or the set's own folder. Raises `SetError` that
+    says what stands there instead and what to run.
+    """
+    component = Path(path) / subfolder if subfolder else Path(path)
+    if (component / MANIFEST_NAME).is_file():
+        return component
+    if not component.is_dir():
+        raise SetError(f"{component}: no such folder; give the folder that shardconv convert wrote")
+    sets = sets_in(component)
+    if size in sets:
+        return sets[size]
+    ranks = f"{size} rank{'s' if size != 1 else ''}"
+    if sets:
+        degrees = " and ".join(map(str, sets))
+        raise SetError(
+            f"{component}: converted for tp degree {degrees}, this group has {ranks}; "
+            f"run: shardconv convert --tp {size} SOURCE {path}"
+        )
+    if (component / f".{set_folder_name(size)}.partial").is_dir():
+        raise SetError(f"{component}: the conversion for tp degree {size} did not finish; run shardconv convert again")
+    inner = [child.name for child in sorted(component.iterdir()) if child.is_dir() and sets_in(child)]
+    if inner:
+        raise SetError(f"{component}: the set is in {', '.join(inner)}; add subfolder={inner[0]!r}")
+    if any(child.name.startswith(WEIGHTS_STEM) for child in component.iterdir()):
+        raise SetError(
+            f"{component}: an ordinary checkpoint, not converted; run: shardconv convert --tp {size} {component} OUT"
+        )
+    raise SetError(f"{component}: no converted set in it; run: shardconv convert --tp {size} SOURCE {path}")

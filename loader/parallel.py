@@ -1,0 +1,157 @@
+"""From a diffusers model to one rank's part of it: runtime modules, local head counts, diffusers' own refusals."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from shardconv.cut import Cut
+from shardconv.errors import LoadError, PlanError, UsageError
+from shardconv.heads import local_attributes
+from shardconv.models import class_plan
+from shardconv.plan import Plan, parse_plan, read_plan_file
+from shardconv.resolve import PlannedModule, resolve
+
+from .linear import make_local
+from .ranks import Ranks, agree, ranks_of
+
+WAY_OUT = "The ordinary checkpoint comes back with: shardconv merge SET OUT"
+_REFUSED = ("save_pretrained", "load_lora_adapter", "add_adapter", "enable_group_offload", "enable_parallelism")
+_SAMPLE_NBYTES = 4096  # bytes at either end of a parameter by which ranks compare their models
+
+
+def parallelize(
+    model: nn.Module,
+    tp: int | None = None,
+    plan: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    group: Any = None,
+) -> nn.Module:
+    """Keep this rank's slices of a model in memory and wrap its modules, as `load_model` does. In place.
+
+    Args:
+        model: a diffusers model, the same weights on every rank.
+        tp: the degree, if you want it checked; must be the size of the group.
+        plan: a plan file or the map it would hold; None takes the class's `_tp_plan`.
+        group: a process group or a one-dimensional device mesh; None for all processes.
+
+    Returns:
+        `model`, in eval mode, its parameters without gradients.
+
+    Raises:
+        PlanError, UsageError, LoadError: before anything is changed, on every rank the same; among others when the
+            ranks hold different weights, the model is already sharded, quantized, offloaded or has LoRA layers.
+    """
+    ranks = ranks_of(group)
+    resolution, error = None, None
+    try:
+        if tp is not None and tp != ranks.size:
+            raise UsageError(f"tp: expected the size of the group, {ranks.size}, found {tp}; leave tp out")
+        _check_plain(model)
+        own = class_plan(type(model)) if plan is None or getattr(type(model), "_tp_plan", None) else None
+        resolution = resolve(model, _plan_of(plan) or own or {}, ranks.size, own)
+    except Exception as raised:  # told to every rank, which raise it together
+        error = raised
+    fingerprints = agree(ranks, None if error else _fingerprint(model), error)
+    if len(set(fingerprints)) > 1:
+        raise LoadError(
+            f"{type(model).__name__}: the ranks hold different weights, so that their slices would not fit together; "
+            "load the same checkpoint on every rank, or seed them alike"
+        )
+    assert resolution is not None
+    if ranks.size > 1:
+        _slice_parameters(model, resolution.cuts, ranks)
+        apply(model, resolution.modules, ranks)
+    return model.eval().requires_grad_(False)
+
+
+def _plan_of(plan: Mapping[str, Any] | str | os.PathLike[str] | None) -> Plan | None:
+    if plan is None:
+        return None
+    return parse_plan(plan, "plan") if isinstance(plan, Mapping) else read_plan_file(plan)
+
+
+def _check_plain(model: nn.Module) -> None:
+    """Refuse a model whose parameters are not its own plain tensors."""
+    name = type(model).__name__
+    if getattr(model, "_parallel_config", None) is not None:
+        raise PlanError(f"{name}: is sharded already; load it afresh to shard it in another way")
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
+        raise PlanError(f"{name}: is quantized, quantized weights cannot be cut; load it unquantized")
+    for path, module in model.named_modules():
+        if hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook"):
+            raise PlanError(f"{name}: {path or 'the model'} carries an offload hook; load it without offloading")
+        if hasattr(module, "base_layer"):
+            raise PlanError(f"{name}: {path} is a LoRA layer; fuse or unload the adapter first (fuse_lora)")
+    meta = [path for path, parameter in model.named_parameters() if parameter.is_meta]
+    if meta:
+        raise PlanError(f"{name}: {meta[0]} is on the meta device; load the weights first")
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """Tells two models apart by both ends of every parameter; random weights differ there."""
+    digest = xxhash.xxh3_128()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().reshape(-1)
+        nr = _SAMPLE_NBYTES // parameter.element_size()
+        sample = torch.cat([flat[:nr], flat[-nr:]]).cpu().view(torch.uint8)
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(sample.numpy().data)
+    return digest.hexdigest()
+
+
+def take_slice(tensor: torch.Tensor, cut: Cut, rank: int, tp: int) -> torch.Tensor:
+    """This rank's slice of a whole `tensor`, contiguous and with memory of its own."""
+    parts = [tensor.narrow(cut.dim, start, end - start) for start, end in cut.ranges(rank, tp)]
+    return torch.cat(parts, dim=cut.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+
+
+def _slice_parameters(model: nn.Module, cuts: Mapping[str, tuple[Any, Cut | None]], ranks: Ranks) -> None:
+    for name, (_, cut) in cuts.items():
+        if cut is not None:
+            owner, _, leaf = name.rpartition(".")
+            module = model.get_submodule(owner)
+            whole = module.get_parameter(leaf).detach()
+            module.register_parameter(leaf, nn.Parameter(take_slice(whole, cut, ranks.rank, ranks.size), False))
+
+
+def apply(model: nn.Module, modules: Sequence[PlannedModule], ranks: Ranks) -> None:
+    """Give a model whose parameters are this rank's its runtime modules and local head counts. In place."""
+    names = [module.name for module in modules]
+    for owner, attribute in list(local_attributes(model, names)):
+        module = model.get_submodule(owner)
+        setattr(module, attribute, getattr(module, attribute) // ranks.size)
+    for planned in modules:
+        linear = model.get_submodule(planned.name)
+        if type(linear) is not nn.Linear:
+            raise PlanError(
+                f"{planned.name}: expected a plain nn.Linear, found {type(linear).__name__}; its forward is not known"
+            )
+        make_local(linear, planned.style, ranks.rank, ranks.size, ranks.group_name)
+    _mark_parallel(model, ranks)
+
+
+def _mark_parallel(model: nn.Module, ranks: Ranks) -> None:
+    """Make diffusers' own refusals for a sharded model apply to this one, and add our way out to them."""
+    try:
+        from diffusers import ParallelConfig, TensorParallelConfig
+    except ImportError:
+        from diffusers.models._modeling_parallel import ParallelConfig, TensorParallelConfig
+
+    model._parallel_config = ParallelConfig(tensor_parallel_config=TensorParallelConfig(tp_degree=ranks.size))
+    for name in _REFUSED:
+        method = getattr(model, name, None)
+        if method is not None:
+            setattr(model, name, functools.partial(_with_way_out, method))
+
+
+def _with_way_out(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return method(*args, **kwargs)
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise type(error)(f"{error} {WAY_OUT}") from error

@@ -1,0 +1,194 @@
+"""Bytes of a set's file to tensors on a device.
+
+CPU: the file is mapped, tensors are views into the mapping, pages come in when used. Accelerators: one device
+allocation a file, several reader threads, each with two pinned buffers and a stream of its own; `preadv` releases the
+interpreter lock, so disk and bus are busy together and host memory stays at the buffers. A file that is in the page
+cache is read through it, a cold one past it (direct I/O).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from shardconv.dtypes import torch_dtype
+from shardconv.errors import SetError
+from shardconv.header import DATA_ALIGNMENT, FileHeader, TensorEntry
+
+CHUNK_NBYTES = 16 << 20  # bytes read and copied at once
+READERS = 4  # threads; host memory is READERS times two chunks
+
+
+def map_file(path: Path, header: FileHeader) -> dict[str, torch.Tensor]:
+    """Tensors of `path` that share its mapping. Nothing is read yet.
+
+    The mapping is private: writing to a tensor changes neither the file nor another process. Each tensor has a storage
+    of exactly its own bytes. A file that someone shortens while it is mapped kills the process on access (SIGBUS).
+    """
+    if header.file_nbytes == header.data_start:
+        return {entry.name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)) for entry in header.tensors}
+    with open(path, "rb") as file:
+        mapping = _map_private(file.fileno(), header.file_nbytes)
+    return {entry.name: _view(mapping, header, entry) for entry in header.tensors}
+
+
+def _map_private(fd: int, nbytes: int) -> mmap.mmap:
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+    return mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _view(mapping: mmap.mmap, header: FileHeader, entry: TensorEntry) -> torch.Tensor:
+    dtype = torch_dtype(entry.dtype)
+    if entry.nbytes == 0:
+        return torch.empty(entry.shape, dtype=dtype)
+    offset = header.data_start + entry.start
+    count = entry.nbytes // dtype.itemsize
+    return torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset).view(entry.shape)
+
+
+def read_file(
+    path: Path, header: FileHeader, device: torch.device, chunk: int = CHUNK_NBYTES
+) -> dict[str, torch.Tensor]:
+    """Tensors of `path` on `device`, views into one allocation there; every byte is read when this returns.
+
+    `chunk` is in bytes, a multiple of 4096. Raises `SetError` when the file is shorter than its header said, `OSError`
+    when the system refuses a read; no thread is left behind.
+    """
+    nbytes = header.file_nbytes - header.data_start
+    data = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)  # the allocation may be memory that queued kernels still use
+    direct = header.data_start % DATA_ALIGNMENT == 0 and not is_cached(path)
+    with _opened(path, direct) as fd:
+        _read_all(fd, path, header.data_start, data, chunk)
+    return {
+        entry.name: data[entry.start : entry.end].view(torch_dtype(entry.dtype)).view(entry.shape)
+        for entry in header.tensors
+    }
+
+
+@contextmanager
+def _opened(path: Path, direct: bool) -> Iterator[int]:
+    fd = -1
+    if direct:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # EINVAL: the file system has no direct I/O
+                raise
+    if fd < 0:
+        fd = os.open(path, os.O_RDONLY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read_all(fd: int, path: Path, data_start: int, data: torch.Tensor, chunk: int) -> None:
+    """Fill `data` from the file, READERS threads taking chunks as they come."""
+    starts = iter(range(0, data.nbytes, chunk))
+    lock, stop = threading.Lock(), threading.Event()
+
+    def read_some() -> None:
+        ring = _Ring(data.device, chunk)
+        try:
+            while not stop.is_set():
+                with lock:
+                    start = next(starts, None)
+                if start is None:
+                    break
+                slot = ring.free_slot()
+                nbytes = min(chunk, data.nbytes - start)
+                _read_chunk(fd, path, ring.bytes_of(slot), nbytes, data_start + start)
+                ring.send(slot, data[start : start + nbytes])
+        except BaseException:
+            stop.set()
+            raise
+        finally:
+            ring.drain()
+
+    with ThreadPoolExecutor(READERS, "shardconv-read") as executor:
+        futures = [executor.submit(read_some) for _ in range(min(READERS, max(1, -(-data.nbytes // chunk))))]
+    for future in futures:
+        future.result()
+
+
+def _read_chunk(fd: int, path: Path, buffer: memoryview, nbytes: int, offset: int) -> None:
+    """Read `nbytes` at `offset`; asks for whole pages, as direct I/O wants, and may get less at the end of the file."""
+    done = 0
+    asked = min(len(buffer), -(-nbytes // DATA_ALIGNMENT) * DATA_ALIGNMENT)
+    while done < nbytes:
+        got = os.preadv(fd, [buffer[done:asked]], offset + done)
+        if got == 0:
+            raise SetError(f"{path.name}: ends at byte {offset + done:,}, its header promised more; fetch it again")
+        done += got
+
+
+class _Ring:
+    """Two host buffers of one reader thread, and the stream by which they reach the device."""
+
+    def __init__(self, device: torch.device, chunk: int) -> None:
+        pinned = device.type != "cpu"
+        # Room to start on a page, which direct I/O wants and plain memory does not promise.
+        raw = [torch.empty(chunk + DATA_ALIGNMENT, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._slots = [tensor[-tensor.data_ptr() % DATA_ALIGNMENT :][:chunk] for tensor in raw]
+        self._stream = torch.Stream(device) if pinned else None
+        self._sent: list[torch.Event | None] = [None, None]
+        self._next = 0
+
+    def free_slot(self) -> int:
+        """A slot whose last copy has arrived."""
+        slot, self._next = self._next, 1 - self._next
+        event = self._sent[slot]
+        if event is not None:
+            event.synchronize()
+        return slot
+
+    def bytes_of(self, slot: int) -> memoryview:
+        """The host memory of a slot, to read into."""
+        return self._slots[slot].numpy().data
+
+    def send(self, slot: int, target: torch.Tensor) -> None:
+        """Start copying a slot to `target`."""
+        filled = self._slots[slot][: target.nbytes]
+        if self._stream is None:
+            target.copy_(filled)
+            return
+        with self._stream:
+            target.copy_(filled, non_blocking=True)
+            self._sent[slot] = self._stream.record_event()
+
+    def drain(self) -> None:
+        """Wait until everything sent has arrived, so that buffers may go."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def is_cached(path: Path) -> bool:
+    """Whether most of a file is in the page cache (mincore on up to 64 pages spread over it)."""
+    nbytes = path.stat().st_size
+    if nbytes == 0:
+        return True
+    libc = ctypes.CDLL(None, use_errno=True)
+    page = mmap.PAGESIZE
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                                              flags=mmap.MAP_PRIVATE) as mapping:  # fmt: skip
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        pages = -(-nbytes // page)
+        state = (ctypes.c_ubyte * 1)()
+        spots = range(0, pages, max(1, pages // 64))
+        resident = 0
+        for spot in spots:
+            if libc.mincore(ctypes.c_void_p(address + spot * page), ctypes.c_size_t(1), state) != 0:
+                return True  # cannot tell: read through the cache, as any program would
+            resident += state[0] & 1
+    return resident * 2 > len(spots)

@@ -1,0 +1,31 @@
+"""Pre-shard diffusers transformers for tensor parallelism: slice once, offline; load one file per rank.
+
+`convert` does the work; `loader.load_model` runs the result. Importing this package does not import torch.
+"""
+
+from ._version import __version__
+from .conversion import ShardconvWarning, convert
+from .errors import (
+    CheckpointError,
+    LoadError,
+    OutputError,
+    PlanError,
+    SetError,
+    ShardconvError,
+    UsageError,
+)
+from .manifest import Manifest
+
+__all__ = [
+    "CheckpointError",
+    "LoadError",
+    "Manifest",
+    "OutputError",
+    "PlanError",
+    "SetError",
+    "ShardconvError",
+    "ShardconvWarning",
+    "UsageError",
+    "__version__",
+    "convert",
+]

@@ -1,0 +1,338 @@
+"""What a diffusers component folder holds: config, weight files, tensors. Headers are read, never weights.
+
+The index is the only authority on which files belong to the checkpoint; files beside it are ignored with one warning.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import CheckpointError
+from .header import FileHeader, TensorEntry
+
+CONFIG_NAME = "config.json"
+WEIGHTS_STEM = "diffusion_pytorch_model"
+LORA_FILE = "pytorch_lora_weights.safetensors"
+
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_FOREIGN_SUFFIXES = (".gguf", ".msgpack", ".flashpack", ".onnx")
+_LORA_KEY = re.compile(r"(^|\.)(lora_[AB]|lora_(up|down)|base_layer|lora)(\.|$)|lora_(up|down)\.weight$")
+_ORIGINAL_KEY = re.compile(r"^(double_blocks|single_blocks|joint_blocks|model\.diffusion_model|net\.blocks)\.")
+_QUANTIZED_KEY = re.compile(
+    r"(\.|_)(scale|scale_inv|scales|scale_weight|input_scale|weight_scale|absmax|quant_map|nested_absmax|zero_point|"
+    r"zeros|qweight|qzeros|g_idx|SCB)$|\.quant_state\."
+)
+_WRAPPERS = ("module.", "_orig_mod.", "model.")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One selected weight file with its header."""
+
+    name: str
+    path: Path
+    header: FileHeader
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTensor:
+    """A tensor and the file that holds it."""
+
+    entry: TensorEntry
+    file: SourceFile
+
+    @property
+    def offset(self) -> int:
+        """Absolute byte offset of the tensor's data in its file."""
+        return self.file.header.data_start + self.entry.start
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A component folder as `from_pretrained` would take it."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    config_bytes: bytes  # config.json as it stands
+    variant: str | None  # of the files taken; None when the folder has only the default ones
+    files: tuple[SourceFile, ...]
+    tensors: Mapping[str, SourceTensor]  # in source order: by file name, then by position in the file
+    warnings: tuple[str, ...]
+
+    @property
+    def class_name(self) -> str:
+        return str(self.config["_class_name"])
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which file names of a folder make up the checkpoint."""
+
+    index: str | None
+    single: str | None
+    variant: str | None
+
+
+def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
+    """`config.json` of a component folder, parsed and as bytes. Raises `CheckpointError` when it is unusable."""
+    path = folder / CONFIG_NAME
+    try:
+        raw = path.read_bytes()
+        config = json.loads(raw)
+    except FileNotFoundError:
+        raise CheckpointError(_no_config(folder)) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error}); fetch it again") from None
+    if not isinstance(config, dict) or not isinstance(config.get("_class_name"), str):
+        raise CheckpointError(f"{path}: expected a diffusers config with _class_name, found none; is it a component?")
+    if config.get("quantization_config") is not None:
+        method = config["quantization_config"]
+        method = method.get("quant_method", "unknown") if isinstance(method, dict) else method
+        raise CheckpointError(
+            f"{path}: the checkpoint is quantized ({method}), quantized weights cannot be cut; "
+            "convert the unquantized checkpoint"
+        )
+    return config, raw
+
+
+def _no_config(folder: Path) -> str:
+    names = _names(folder)
+    if LORA_FILE in names:
+        return f"{folder}: holds a LoRA ({LORA_FILE}), not a model; fuse it into its base model first (fuse_lora)"
+    single = [name for name in names if name.endswith((".safetensors", *_PICKLE_SUFFIXES))]
+    if single:
+        return (
+            f"{folder}: no {CONFIG_NAME}, found {single[0]}; an original-format file is not diffusers layout, convert "
+            "it first: from_single_file(...) then save_pretrained(...)"
+        )
+    return f"{folder}: no {CONFIG_NAME}; give a diffusers component folder or a pipeline folder"
+
+
+def refuse_file(path: Path) -> CheckpointError:
+    """The error for a SOURCE that is a file: says what it is and what to give instead."""
+    if path.suffix in _PICKLE_SUFFIXES:
+        return CheckpointError(
+            f"{path}: pickled weights are never opened; save them with save_pretrained(..., safe_serialization=True)"
+        )
+    if path.suffix != ".safetensors":
+        return CheckpointError(f"{path}: expected a folder or a Hub repo id, found a file")
+    names = [entry.name for entry in FileHeader.read(path).tensors]
+    if any(map(_LORA_KEY.search, names)):
+        return CheckpointError(f"{path}: holds a LoRA, not a model; fuse it into its base model first (fuse_lora)")
+    if any(map(_ORIGINAL_KEY.match, names)):
+        return CheckpointError(
+            f"{path}: an original-format single file, not diffusers layout; convert it first: "
+            "from_single_file(...) then save_pretrained(...)"
+        )
+    return CheckpointError(f"{path}: expected a component folder with {CONFIG_NAME}, found one file; give its folder")
+
+
+def select_files(names: Iterable[str], variant: str | None) -> Selection | None:
+    """The index or single weight file that `from_pretrained(variant=...)` takes among `names`; None when none fits.
+
+    Names as diffusers has used them: `X.safetensors.index.fp16.json` (now), `X.safetensors.fp16.index.json` (before),
+    `X.fp16.safetensors`. A folder without files of the variant falls back to the default files, as pipelines do.
+    """
+    present = set(names)
+    tags = [variant, None] if variant else [None]
+    for tag in tags:
+        indexes = [f"{WEIGHTS_STEM}.safetensors.index{'.' + tag if tag else ''}.json"]
+        if tag:
+            indexes.append(f"{WEIGHTS_STEM}.safetensors.{tag}.index.json")
+        single = f"{WEIGHTS_STEM}{'.' + tag if tag else ''}.safetensors"
+        index = next((name for name in indexes if name in present), None)
+        if index or single in present:
+            return Selection(index, None if index else single, tag)
+    return None
+
+
+def open_checkpoint(folder: Path, variant: str | None = None) -> Checkpoint:
+    """Read config, index and headers of a component folder; every fault found is in one `CheckpointError`."""
+    config, config_bytes = read_config(folder)
+    names = _names(folder)
+    selection = select_files(names, variant)
+    if selection is None:
+        raise CheckpointError(_no_weights(folder, names, variant))
+    if selection.index:
+        listed = read_index(folder / selection.index)
+        file_names = sorted(set(listed.values()))
+    else:
+        listed, file_names = {}, [str(selection.single)]
+    files = _open_files(folder, file_names, listed)
+    tensors, issues = _collect(files, listed, selection.index)
+    issues += _refusals(tensors)
+    if issues:
+        raise CheckpointError(*issues)
+    warnings = _warnings(folder, names, selection, file_names, variant)
+    return Checkpoint(folder, config, config_bytes, selection.variant, files, tensors, warnings)
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """`weight_map` of an index: tensor name -> plain file name. Raises `CheckpointError`, every fault at once."""
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.name}: cannot be read as JSON ({error}); fetch it again") from None
+    listed = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
+        raise CheckpointError(f"{path.name}: expected a weight_map of tensor to file, found none; fetch it again")
+    issues = []
+    for name in sorted(set(map(str, listed.values()))):
+        if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
+            issues.append(f"{path.name}: expected plain file names of its own folder, found {name!r}; do not trust it")
+        elif not name.endswith(".safetensors"):
+            issues.append(f"{path.name}: expected safetensors files, found {name!r}; save it with safe_serialization")
+    if issues:
+        raise CheckpointError(*issues)
+    return listed
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in os.scandir(folder)) if folder.is_dir() else []
+
+
+def _open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str]) -> tuple[SourceFile, ...]:
+    files, issues = [], []
+    for name in names:
+        path = folder / name
+        if not path.exists():
+            first = next((tensor for tensor, file in listed.items() if file == name), "")
+            issues.append(f"{name}: named by the index (for {first} and others), absent from {folder}; fetch it")
+            continue
+        outside = leads_out(path, folder)
+        if outside:
+            issues.append(f"{name}: a link that leads out of its folder, to {outside}; put the file itself there")
+            continue
+        try:
+            files.append(SourceFile(name, path, FileHeader.read(path)))
+        except CheckpointError as error:
+            issues.extend(error.issues)
+        except OSError as error:
+            issues.append(f"{path}: cannot be read ({error.strerror})")
+    if issues:
+        raise CheckpointError(*issues)
+    return tuple(files)
+
+
+def leads_out(path: Path, folder: Path) -> Path | None:
+    """Where `path` really is, when that is outside `folder` and outside the Hub cache the folder is a snapshot of."""
+    real, home = path.resolve(), folder.resolve()
+    if real.is_relative_to(home):
+        return None
+    # A Hub cache: <cache>/models--org--repo/snapshots/<commit>/..., with its files in <cache>/**/blobs.
+    parts = home.parts
+    if "snapshots" in parts:
+        repo = Path(*parts[: parts.index("snapshots")])
+        if repo.name.startswith("models--") and real.is_relative_to(repo.parent) and "blobs" in real.parts:
+            return None
+    return real
+
+
+def _collect(
+    files: Sequence[SourceFile], listed: Mapping[str, str], index: str | None
+) -> tuple[dict[str, SourceTensor], list[str]]:
+    """Tensors by name in source order, and every contradiction between index and files."""
+    tensors: dict[str, SourceTensor] = {}
+    issues: list[str] = []
+    for file in files:
+        for entry in file.header.tensors:
+            if entry.name in tensors:
+                other = tensors[entry.name].file.name
+                issues.append(f"{entry.name}: stands in {other} and in {file.name}; remove the one that is stale")
+            elif index and entry.name not in listed:
+                issues.append(f"{entry.name}: stands in {file.name} but is not in {index}; the index is incomplete")
+            else:
+                tensors[entry.name] = SourceTensor(entry, file)
+    for name, file_name in listed.items():
+        held = tensors.get(name)
+        if held is None:
+            issues.append(f"{name}: {index} says {file_name}, which lacks it; the file is of another revision")
+        elif held.file.name != file_name:
+            issues.append(f"{name}: {index} says {file_name}, found in {held.file.name}; the set is mixed")
+    return tensors, issues
+
+
+def _refusals(tensors: Mapping[str, SourceTensor]) -> list[str]:
+    """Checkpoints that can be read but must not be cut, each by name."""
+    lora = [name for name in tensors if _LORA_KEY.search(name)]
+    if lora:
+        return [
+            f"{lora[0]}: a LoRA key ({len(lora)} in all); fuse the adapter first (fuse_lora), then save and convert"
+        ]
+    original = [name for name in tensors if _ORIGINAL_KEY.match(name)]
+    if original:
+        return [
+            f"{original[0]}: an original-format key ({len(original)} in all), not diffusers layout; convert it first: "
+            "from_single_file(...) then save_pretrained(...)"
+        ]
+    return []
+
+
+def match_names(checkpoint: Checkpoint, expected: Mapping[str, object], ignore: Sequence[str]) -> list[str]:
+    """Issues where the checkpoint lacks a tensor of the model or carries quantizer state, by name.
+
+    `expected` are the names of the model that must be stored; `ignore` are the class's own
+    `_keys_to_ignore_on_load_unexpected` patterns.
+    """
+    missing = [name for name in expected if name not in checkpoint.tensors]
+    unexpected = unexpected_names(checkpoint, expected, ignore)
+    issues = [
+        f"{name}: the model has it, the checkpoint does not; fetch or save the checkpoint again" for name in missing
+    ]
+    for name in unexpected:
+        if _QUANTIZED_KEY.search(name):
+            issues.append(
+                f"{name}: looks like quantizer state, the model has no such tensor; convert an unquantized one"
+            )
+    wrapper = next((w for w in _WRAPPERS if missing and all(name.startswith(w) for name in unexpected)), None)
+    if wrapper and unexpected:
+        issues.append(f"{unexpected[0]}: every name starts with {wrapper!r}; save the model without its wrapper")
+    return issues
+
+
+def unexpected_names(checkpoint: Checkpoint, expected: Iterable[str], ignore: Sequence[str]) -> list[str]:
+    """Tensors that the model does not have and its class does not tell to ignore, in source order."""
+    known = set(expected)
+    return [
+        name
+        for name in checkpoint.tensors
+        if name not in known and not any(re.search(pattern, name) for pattern in ignore)
+    ]
+
+
+def _no_weights(folder: Path, names: Sequence[str], variant: str | None) -> str:
+    if LORA_FILE in names:
+        return f"{folder}: holds a LoRA ({LORA_FILE}), not a model; fuse it into its base model first (fuse_lora)"
+    for suffixes, what in ((_PICKLE_SUFFIXES, "pickled"), (_FOREIGN_SUFFIXES, "foreign-format")):
+        found = [name for name in names if name.endswith(suffixes)]
+        if found:
+            return (
+                f"{folder}: only {what} weights ({found[0]}), expected safetensors; load it with diffusers and save it "
+                "with save_pretrained(..., safe_serialization=True)"
+            )
+    single = [name for name in names if name.endswith(".safetensors")]
+    if single:
+        hint = "" if variant else "; if it is a variant, name it with --variant"
+        return f"{folder}: expected {WEIGHTS_STEM}.safetensors or its index, found {', '.join(single[:3])}{hint}"
+    return f"{folder}: no weights ({WEIGHTS_STEM}*.safetensors); fetch them"
+
+
+def _warnings(
+    folder: Path, names: Sequence[str], selection: Selection, file_names: Sequence[str], variant: str | None
+) -> tuple[str, ...]:
+    said = []
+    if variant and selection.variant is None:
+        said.append(f"{folder}: no files of variant {variant!r}, the default ones are taken")
+    suffixes = (".safetensors", *_PICKLE_SUFFIXES)
+    extra = [name for name in names if name.endswith(suffixes) and name not in file_names]
+    if extra:
+        taken = selection.index or selection.single
+        shown = ", ".join(extra[:4]) + (f" and {len(extra) - 4} more" if len(extra) > 4 else "")
+        said.append(f"{folder}: {taken} decides; ignored beside it: {shown}")
+    return tuple(said)

@@ -1,0 +1,155 @@
+"""`shardconv convert`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+
+from ..conversion import DTYPES, Options, Outcome, convert_all
+from ..plan import read_plan_file
+from ..summary import Summary, human, summarize
+
+NAME = "convert"
+HELP = "pre-shard a checkpoint: one safetensors file per rank"
+DESCRIPTION = """Pre-shard a diffusers checkpoint for N ranks. SOURCE is a component folder, a pipeline folder (every
+component whose class has a plan is sharded, the others are hard-linked) or a Hub repo id."""
+EXAMPLE = """example:
+  $ shardconv convert --tp 4 FLUX.1-dev out/
+  $ shardconv convert --tp 4 --dry-run FLUX.1-dev out/              # headers only: what each rank would hold
+  $ shardconv convert --tp 2 --subfolder transformer --dtype bf16 FLUX.1-dev out/
+  $ shardconv convert --tp 2 --plan plan.json MiniMax-H3/transformer out/
+
+plan.json maps module patterns to styles (colwise, rowwise, rowwise_split_input, packed_colwise, packed_rowwise):
+  {"blocks.*.attn.to_q": "colwise", "blocks.*.attn.to_out.0": "rowwise",
+   "blocks.*.ff.proj": {"style": "packed_colwise", "blocks": [1, 1]}, "blocks.*.ff.out": "rowwise"}
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this verb."""
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="component folder, pipeline folder or Hub repo id")
+    add("out", metavar="OUT", help="folder to write into; the set goes to OUT/[component/]tpN")
+    add("--tp", type=int, required=True, metavar="N", help="number of ranks that share the model")
+    add("--subfolder", metavar="NAME", help="take this component alone, into OUT/NAME")
+    add("--variant", metavar="V", help="weight files of this variant, e.g. fp16")
+    add("--revision", metavar="R", help="branch, tag or commit of a Hub repo")
+    add("--dtype", choices=sorted(DTYPES), help="cast real floating point; default: as stored")
+    add("--plan", metavar="FILE", help="plan to use instead of the model class's own (JSON, see below)")
+    add("--self-contained", action="store_true", help="write replicated tensors into each rank's file")
+    add("--overwrite", action="store_true", help="replace a set of the same degree")
+    add("--dry-run", action="store_true", help="print the plan; read headers and configs only, write nothing")
+    add("--json", action="store_true", help="print one JSON document instead of text")
+    add("--quiet", action="store_true", help="print nothing but errors")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Convert, then report."""
+    options = Options(
+        tp=args.tp,
+        variant=args.variant,
+        dtype=args.dtype,
+        plan=read_plan_file(args.plan) if args.plan else None,
+        self_contained=args.self_contained,
+        overwrite=args.overwrite,
+        dry_run=args.dry_run,
+    )
+    bars: list[_Bar] = []
+
+    def new_progress(what: str, total: int) -> Callable[[int], None]:
+        bars.append(_Bar(what, total))
+        return bars[-1].advance
+
+    quiet = args.quiet or not sys.stderr.isatty()
+    silent: Callable[[str, int], Callable[[int], None]] = lambda what, total: lambda nbytes: None  # noqa: E731
+    try:
+        outcomes = convert_all(
+            args.source,
+            args.out,
+            options,
+            subfolder=args.subfolder,
+            revision=args.revision,
+            new_progress=silent if quiet else new_progress,
+        )
+    finally:
+        for bar in bars:
+            bar.close()
+    if not args.quiet:
+        for text in [text for outcome in outcomes for text in outcome.warnings]:
+            print(f"warning: {text}", file=sys.stderr)
+    if args.json:
+        print(json.dumps({"dry_run": args.dry_run, "sets": [_as_json(outcome) for outcome in outcomes]}, indent=2))
+    elif not args.quiet:
+        print("\n\n".join(_as_text(outcome, args.dry_run) for outcome in outcomes))
+
+
+class _Bar:
+    """Bytes, rate and time left, on a terminal."""
+
+    def __init__(self, what: str, total: int) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1000, file=sys.stderr)
+
+    def advance(self, nbytes: int) -> None:
+        self._bar.update(nbytes)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _as_json(outcome: Outcome) -> dict[str, object]:
+    manifest, summary = outcome.manifest, summarize(outcome.manifest)
+    return {
+        "component": outcome.component,
+        "folder": str(outcome.folder),
+        "already_there": outcome.was_there,
+        "conversion_id": manifest.conversion_id,
+        "model_class": manifest.model_class,
+        "tp_degree": manifest.tp_degree,
+        "self_contained": manifest.self_contained,
+        "cast_to": manifest.cast_to,
+        "nbytes": summary.nbytes,
+        "set_nbytes": summary.set_nbytes,
+        "rank_nbytes": summary.rank_nbytes,
+        "replicated_nbytes": summary.replicated_nbytes,
+        "replicated_share": round(summary.replicated_share, 4),
+        "styles": {
+            style.style: {"tensors": style.tensors, "nbytes": style.nbytes, "rank_nbytes": style.rank_nbytes}
+            for style in summary.styles
+        },
+        "dtypes": summary.dtypes,
+        "files": {file.name: file.nbytes for file in manifest.files},
+        "left_out": list(manifest.left_out),
+        "warnings": list(outcome.warnings),
+    }
+
+
+def _as_text(outcome: Outcome, dry_run: bool) -> str:
+    manifest, summary = outcome.manifest, summarize(outcome.manifest)
+    state = "would be written" if dry_run else "there already, unchanged" if outcome.was_there else "written"
+    lines = [
+        f"{outcome.folder}: {manifest.model_class}, tp degree {manifest.tp_degree}, {state}",
+        f"  {'style':<20} {'tensors':>8} {'whole':>10} {'per rank':>10}",
+    ]
+    for style in summary.styles:
+        lines.append(f"  {style.style:<20} {style.tensors:>8} {human(style.nbytes):>10} {human(style.rank_nbytes):>10}")
+    lines.append(
+        f"  {'all':<20} {len(manifest.tensors):>8} {human(summary.nbytes):>10} {human(summary.rank_nbytes):>10}"
+    )
+    lines += _notes(manifest.tp_degree, summary)
+    return "\n".join(lines)
+
+
+def _notes(tp: int, summary: Summary) -> list[str]:
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in summary.dtypes.items())
+    lines = [f"  dtypes: {dtypes} tensors; files: {human(summary.set_nbytes)} in all"]
+    gain = summary.nbytes / summary.rank_nbytes if summary.rank_nbytes else 1.0
+    line = (
+        f"  each of {tp} ranks holds 1/{gain:.2f} of the model; {summary.replicated_share:.0%} of it stays replicated"
+    )
+    if summary.largest_replicated:
+        line += ", the largest: " + ", ".join(f"{name} {human(nbytes)}" for name, nbytes in summary.largest_replicated)
+    return [*lines, line]

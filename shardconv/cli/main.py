@@ -1,0 +1,70 @@
+"""`shardconv VERB ...`: parses, calls the verb, and is the one place where an error becomes an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from .._version import __version__
+from ..errors import ShardconvError, UsageError
+from . import convert, demo
+
+VERBS = (convert, demo)
+
+EXAMPLE = """example:
+  $ shardconv convert --tp 4 black-forest-labs/FLUX.2-dev out/     # once, on any machine
+  $ torchrun --nproc-per-node 4 serve.py                           # loader.load_pipeline("out") in it
+  $ shardconv demo                                                 # all of it in small, on this machine
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    top = argparse.ArgumentParser(
+        prog="shardconv",
+        description="Pre-shard diffusers models for tensor parallelism, so that each rank loads only its own file.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"shardconv {__version__}")
+    verbs = top.add_subparsers(title="verbs", metavar="VERB", required=True)
+    for verb in VERBS:
+        sub = verbs.add_parser(
+            verb.NAME,
+            help=verb.HELP,
+            description=verb.DESCRIPTION,
+            epilog=verb.EXAMPLE,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        verb.add_arguments(sub)
+        sub.set_defaults(run=verb.run)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns 0 when it worked, 1 when it failed, 2 when it was asked wrongly, 130 on Ctrl-C."""
+    args = parser().parse_args(argv)
+    try:
+        args.run(args)
+    except KeyboardInterrupt:
+        print("shardconv: stopped; nothing half-done is left behind", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of stdout went away, e.g. head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except Exception as error:
+        if os.environ.get("SHARDCONV_DEBUG") == "1":
+            raise
+        if not isinstance(error, (ShardconvError, OSError)):
+            print(f"shardconv: {type(error).__name__}: {error} (SHARDCONV_DEBUG=1 shows where)", file=sys.stderr)
+        else:
+            print(f"shardconv: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    return 0
+
+
+def entry() -> None:
+    """The console script."""
+    sys.exit(main())

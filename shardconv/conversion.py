@@ -1,0 +1,427 @@
+"""`shardconv convert` as a library call: source -> plan -> layout -> engine -> set."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings as python_warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from . import engine
+from ._version import __version__
+from .checkpoint import Checkpoint, match_names, open_checkpoint, refuse_file, unexpected_names
+from .destination import PartialSet, check_space, check_target, link_files, set_folder_name, sets_in
+from .errors import CheckpointError, OutputError, PlanError, ShardconvError, UsageError
+from .layout import ConvertPlan, file_header, plan_layout, stored_tensors
+from .manifest import MANIFEST_NAME, FileRecord, Manifest, Source, SourceFileRecord
+from .plan import Plan, parse_plan, read_plan_file
+
+DTYPES: Mapping[str, str] = {
+    "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16", "fp32": "F32", "float32": "F32",
+}  # fmt: skip
+MODEL_INDEX = "model_index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a person may choose about a conversion."""
+
+    tp: int
+    variant: str | None = None
+    dtype: str | None = None  # a key of DTYPES
+    plan: Plan | None = None
+    self_contained: bool = False
+    overwrite: bool = False
+    dry_run: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What happened to one component."""
+
+    component: str  # "" when the source was the component itself
+    folder: Path  # of the set
+    manifest: Manifest
+    warnings: tuple[str, ...]
+    was_there: bool  # the same set stood there already, so nothing was written
+
+
+class ShardconvWarning(UserWarning):
+    """Something a person should look at; the conversion goes on."""
+
+
+NewProgress = Callable[[str, int], "engine.Progress"]  # (what, total bytes) -> called with bytes just dealt with
+
+
+def convert(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    tp: int,
+    subfolder: str | None = None,
+    variant: str | None = None,
+    revision: str | None = None,
+    dtype: str | None = None,
+    plan: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    self_contained: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> Manifest:
+    """Pre-shard a diffusers checkpoint for `tp` ranks.
+
+    Args:
+        source: a component folder, a pipeline folder (every component whose class has a plan is sharded, the others are
+            hard-linked), or a Hub repo id.
+        out: the folder to write into; a set goes to `out/tpN`, for a pipeline or with `subfolder` to
+            `out/<component>/tpN`.
+        tp: how many ranks share the model; must divide heads and every block.
+        subfolder: take this component alone.
+        variant: weight files of this variant (`fp16`, `bf16`), as in `from_pretrained`.
+        revision: branch, tag or commit of a Hub repo.
+        dtype: `bf16`, `fp16` or `fp32`; casts real floating point only and keeps the class's `_keep_in_fp32_modules` in
+            fp32. None stores what the source has, unchanged.
+        plan: a plan file or the map it would hold; None takes the class's `_tp_plan`.
+        self_contained: write replicated tensors into each rank's file instead of once into a shared one.
+        overwrite: replace a set of the same degree, in one step.
+        dry_run: read headers and configs only, write nothing.
+
+    Returns:
+        The manifest of the set; of a pipeline with several sharded components, that of the first.
+
+    Raises:
+        UsageError, CheckpointError, PlanError, OutputError: before work starts where that is possible, with every fault
+            found; nothing is left behind. Advice that does not stop the work comes as `ShardconvWarning`.
+    """
+    options = Options(tp, variant, dtype, _as_plan(plan), self_contained, overwrite, dry_run)
+    outcomes = convert_all(source, out, options, subfolder=subfolder, revision=revision)
+    for text in [text for outcome in outcomes for text in outcome.warnings]:
+        python_warnings.warn(text, ShardconvWarning, stacklevel=2)
+    return outcomes[0].manifest
+
+
+def _as_plan(plan: Mapping[str, Any] | str | os.PathLike[str] | None) -> Plan | None:
+    if plan is None or isinstance(plan, Mapping):
+        return None if plan is None else parse_plan(plan, "plan")
+    return read_plan_file(plan)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One component, ready to go."""
+
+    component: str
+    out: Path
+    checkpoint: Checkpoint
+    manifest: Manifest  # without digests
+    plan: ConvertPlan
+    warnings: tuple[str, ...]
+
+    @property
+    def folder(self) -> Path:
+        return self.out / set_folder_name(self.manifest.tp_degree)
+
+
+def convert_all(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    options: Options,
+    *,
+    subfolder: str | None = None,
+    revision: str | None = None,
+    new_progress: NewProgress = lambda what, total: lambda nbytes: None,
+) -> list[Outcome]:
+    """As `convert`, with an outcome for each sharded component. All components are checked before one is written."""
+    if options.tp < 1:
+        raise UsageError(f"--tp: expected a positive number of ranks, found {options.tp}")
+    if options.dtype is not None and options.dtype not in DTYPES:
+        raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {options.dtype!r}")
+    out = Path(out)
+    located = _locate(source, subfolder, revision, options.variant)
+    components = _components(located, subfolder, options)
+    jobs = [_prepare(located, name, out, options) for name in components]
+    for job in jobs:
+        _check_siblings(job, job.manifest)
+    there = [_existing(job, options, new_progress) for job in jobs]
+    if options.dry_run:
+        return [Outcome(job.component, job.folder, job.manifest, job.warnings, False) for job in jobs]
+    needed = sum(job.plan.layout.nbytes for job, known in zip(jobs, there, strict=True) if known is None)
+    issues = check_space(out, needed) if needed else []
+    if issues:
+        raise OutputError(*issues)
+    outcomes = []
+    for job, known in zip(jobs, there, strict=True):
+        manifest = known or _execute(job, options.overwrite, new_progress)
+        outcomes.append(Outcome(job.component, job.folder, manifest, job.warnings, known is not None))
+    if located.is_pipeline and not subfolder:
+        _link_the_rest(located.folder, out, components)
+    return outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """A source on this disk."""
+
+    folder: Path
+    repo: str | None
+    commit: str | None
+
+    @property
+    def is_pipeline(self) -> bool:
+        return (self.folder / MODEL_INDEX).is_file()
+
+
+def _locate(
+    source: str | os.PathLike[str], subfolder: str | None, revision: str | None, variant: str | None
+) -> _Located:
+    path = Path(source)
+    if path.is_dir():
+        return _Located(path, None, None)
+    if path.is_file():
+        raise refuse_file(path)
+    name = os.fspath(source)
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
+        raise CheckpointError(f"{name}: no such folder; give a diffusers folder or a Hub repo id such as org/name")
+    from . import hub
+
+    snapshot = hub.fetch(name, revision, subfolder, variant)
+    return _Located(snapshot.folder, name, snapshot.commit)
+
+
+def _components(located: _Located, subfolder: str | None, options: Options) -> list[str]:
+    """Names of the component folders to shard; "" for the source folder itself."""
+    if subfolder is not None:
+        if Path(subfolder).is_absolute() or ".." in Path(subfolder).parts:
+            raise UsageError(f"--subfolder: expected a folder inside the source, found {subfolder!r}")
+        if not (located.folder / subfolder).is_dir():
+            raise CheckpointError(f"{located.folder}: no folder {subfolder!r} in it; check --subfolder")
+        return [subfolder]
+    if not located.is_pipeline:
+        return [""]
+    if options.plan is not None:
+        raise UsageError("--plan: names modules of one model, the source is a pipeline; add --subfolder COMPONENT")
+    from .models import has_plan
+
+    listed = pipeline_components(located.folder)
+    chosen = [name for name, (library, cls) in listed.items() if has_plan(library, cls)]
+    if not chosen:
+        classes = ", ".join(f"{name} ({cls})" for name, (_, cls) in listed.items())
+        raise PlanError(
+            f"{located.folder}: no component has a class with a _tp_plan, found {classes or 'none'}; give a plan with "
+            "--subfolder COMPONENT --plan FILE"
+        )
+    return chosen
+
+
+def pipeline_components(folder: Path) -> dict[str, tuple[str, str]]:
+    """Component -> (library, class) from `model_index.json`, absent ones left out. Raises `CheckpointError`."""
+    path = folder / MODEL_INDEX
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error}); fetch it again") from None
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path}: expected a JSON object; fetch it again")
+    result = {}
+    for name, value in document.items():
+        if not name.startswith("_") and isinstance(value, list) and len(value) == 2 and value[1] is not None:
+            result[name] = (str(value[0]), str(value[1]))
+            if not name.isidentifier():
+                raise CheckpointError(f"{path}: expected component names, found {name!r}; do not trust it")
+    return result
+
+
+def _prepare(located: _Located, component: str, out: Path, options: Options) -> _Job:
+    """Check everything that can be checked without reading weights; one error for all faults of a component."""
+    from . import models
+    from .resolve import resolve
+
+    checkpoint = open_checkpoint(located.folder / component, options.variant)
+    cls = models.model_class(checkpoint.class_name, checkpoint.config.get("_diffusers_version"))
+    class_plan = models.class_plan(cls) if options.plan is None or getattr(cls, "_tp_plan", None) else None
+    plan = options.plan or class_plan
+    assert plan is not None
+    model = models.skeleton(cls, checkpoint.config)
+    expected = models.stored_tensors(model)
+    aliases = _aliases(checkpoint, models.tied_names(model))
+    errors: list[ShardconvError] = []
+    required = {name: shape for name, shape in expected.items() if name not in aliases}
+    issues = match_names(checkpoint, required, models.ignored_patterns(cls)) + _shape_issues(checkpoint, expected)
+    if issues:
+        errors.append(CheckpointError(*issues))
+    target = out / component
+    issues = check_target(target, checkpoint.folder, options.tp, checkpoint.config_bytes)
+    if issues:
+        errors.append(OutputError(*issues))
+    try:
+        resolution = resolve(model, plan, options.tp, class_plan)
+    except PlanError as error:
+        errors.append(error)
+    if errors:
+        kind = type(errors[0]) if len(errors) == 1 else CheckpointError
+        raise kind(*(issue for error in errors for issue in error.issues))
+    sources = {name: source for name, source in checkpoint.tensors.items() if name in expected}
+    cast_to = DTYPES[options.dtype] if options.dtype else None
+    fp32 = models.keep_in_fp32(cls) if cast_to else ()
+    kept = [name for name in sources if models.kept_in_fp32(name, fp32)]
+    tensors = stored_tensors(sources.values(), resolution.cuts, cast_to, kept)
+    layout = plan_layout(tensors, options.tp, options.self_contained)
+    left_out = [name for name in checkpoint.tensors if name not in expected]
+    manifest = Manifest(
+        tool_version=__version__,
+        conversion_id="",
+        source=_source_record(located, component, checkpoint),
+        model_class=cls.__name__,
+        library_version=_library_version(),
+        tp_degree=options.tp,
+        self_contained=options.self_contained,
+        cast_to=cast_to,
+        keep_fp32=fp32,
+        plan=plan,
+        tensors=tuple(tensors),
+        digests={},
+        aliases=aliases,
+        left_out=tuple(left_out),
+        files=tuple(FileRecord(file.name, file.rank, file.nbytes, "") for file in layout.files),
+    )
+    warnings = [*checkpoint.warnings, *resolution.warnings]
+    loud = unexpected_names(checkpoint, expected, models.ignored_patterns(cls))
+    if loud:
+        shown = ", ".join(loud[:5]) + (f" and {len(loud) - 5} more" if len(loud) > 5 else "")
+        warnings.append(f"{checkpoint.folder}: tensors that {cls.__name__} does not have are left out: {shown}")
+    return _Job(component, target, checkpoint, manifest, ConvertPlan(layout, sources), tuple(warnings))
+
+
+def _aliases(checkpoint: Checkpoint, tied: Sequence[tuple[str, ...]]) -> dict[str, str]:
+    """Names that are not stored -> a stored name that is the same parameter."""
+    result: dict[str, str] = {}
+    for group in tied:
+        stored = [name for name in group if name in checkpoint.tensors]
+        result |= {name: stored[0] for name in group if stored and name not in checkpoint.tensors}
+    return result
+
+
+def _shape_issues(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+    return [
+        f"{name}: expected shape {list(shape)} by config.json, found {list(held.entry.shape)} in {held.file.name}; "
+        "config and weights are of different models"
+        for name, shape in expected.items()
+        if (held := checkpoint.tensors.get(name)) is not None and held.entry.shape != shape
+    ]
+
+
+def _source_record(located: _Located, component: str, checkpoint: Checkpoint) -> Source:
+    files = tuple(
+        SourceFileRecord(f.name, f.header.file_nbytes, f.header.digest, "", f.header.metadata) for f in checkpoint.files
+    )
+    return Source(located.repo, located.commit, component or None, checkpoint.variant, files)
+
+
+def _library_version() -> str:
+    import diffusers
+
+    return str(diffusers.__version__)
+
+
+def _existing(job: _Job, options: Options, new_progress: NewProgress) -> Manifest | None:
+    """The complete set that already stands where this one would go, when it is the same.
+
+    "The same" trusts no name, size or time stamp: the source is read and its digests are compared with those in the
+    manifest. Raises `OutputError` when the set is another one and `overwrite` was not asked for.
+    """
+    if not job.folder.is_dir() or options.overwrite:
+        return None
+    if not (job.folder / MANIFEST_NAME).exists():
+        raise OutputError(f"{job.folder}: has no {MANIFEST_NAME}, so it is not a complete set; move it away")
+    there = Manifest.read(job.folder)
+    wanted, found = job.manifest.settings(), there.settings()
+    different = [key for key in wanted if wanted[key] != found[key]]
+    if not different and not options.dry_run:
+        progress = new_progress("compare", job.plan.read_nbytes)
+        digests = engine.digest_sources(job.plan, progress)
+        if _with_source_digests(job, digests).source.files == there.source.files:
+            return there
+    if options.dry_run:
+        return None
+    why = ", ".join(different) if different else "the source's bytes"
+    raise OutputError(f"{job.folder}: holds another conversion (differs in {why}); add --overwrite to replace it")
+
+
+def _with_source_digests(job: _Job, digests: Mapping[str, str]) -> Manifest:
+    """The job's manifest with a digest for each source file: over its header's and its tensors', in file order."""
+    records = []
+    for file, record in zip(job.checkpoint.files, job.manifest.source.files, strict=True):
+        digest = xxhash.xxh3_128(record.header_digest.encode())
+        for entry in file.header.tensors:
+            digest.update(digests.get(entry.name, "").encode())
+        records.append(replace(record, digest=digest.hexdigest()))
+    return replace(job.manifest, source=replace(job.manifest.source, files=tuple(records)))
+
+
+def _check_siblings(job: _Job, manifest: Manifest) -> None:
+    """Sets of several degrees under one config.json must come from one source.
+
+    Before the conversion lengths and headers are compared, after it (`manifest` has digests then) every byte.
+    """
+    for degree, folder in sets_in(job.out).items():
+        if degree == manifest.tp_degree:
+            continue
+        there = Manifest.read(folder).source.files
+        known = [replace(record, digest="") if not mine.digest else record for record, mine in
+                 zip(there, manifest.source.files, strict=False)]  # fmt: skip
+        if len(there) != len(manifest.source.files) or tuple(known) != manifest.source.files:
+            raise OutputError(f"{folder}: was converted from other weights than these; name another OUT")
+
+
+def _execute(job: _Job, overwrite: bool, new_progress: NewProgress) -> Manifest:
+    layout = job.plan.layout
+    progress = new_progress("convert", job.plan.read_nbytes)
+    try:
+        with PartialSet(job.out, layout.tp) as partial:
+            outputs = partial.create(layout.files)
+            digests = engine.run(job.plan, outputs, progress)
+            _check_tied(job, digests)
+            manifest = _with_source_digests(job, {name: each.source for name, each in digests.items()})
+            _check_siblings(job, manifest)
+            manifest = replace(manifest, digests={name: each.slices for name, each in digests.items()})
+            manifest = replace(manifest, conversion_id=manifest.identity())
+            records = []
+            for file, fd in zip(layout.files, outputs, strict=True):
+                header = file_header(file, manifest.conversion_id, layout.tp)
+                engine.write_all(fd, memoryview(header), 0)
+                records.append(FileRecord(file.name, file.rank, file.nbytes, xxhash.xxh3_128_hexdigest(header)))
+            manifest = replace(manifest, files=tuple(records))
+            partial.publish(manifest.to_json(), job.checkpoint.config_bytes, overwrite)
+    except OSError as error:
+        if isinstance(error, ShardconvError):
+            raise
+        raise OutputError(f"{job.folder}: {error.strerror}; nothing was left behind") from error
+    return manifest
+
+
+def _check_tied(job: _Job, digests: Mapping[str, engine.TensorDigests]) -> None:
+    """Two stored names of one parameter must hold the same bytes; only reading them can tell."""
+    from . import models
+
+    cls = models.model_class(job.manifest.model_class)
+    for group in models.tied_names(models.skeleton(cls, job.checkpoint.config)):
+        stored = [name for name in group if name in digests]
+        if len({digests[name].source for name in stored}) > 1:
+            raise CheckpointError(
+                f"{stored[0]}: the model ties it to {stored[1]}, but the checkpoint stores different bytes for them; "
+                "save the model again"
+            )
+
+
+def _link_the_rest(folder: Path, out: Path, sharded: Sequence[str]) -> None:
+    """Everything else that belongs to the pipeline: `model_index.json`, licence and card, the other components."""
+    names = [MODEL_INDEX]
+    names += [name for name in sorted(os.listdir(folder)) if name.upper().startswith(("LICENSE", "README", "NOTICE"))]
+    for component in pipeline_components(folder):
+        if component not in sharded and (folder / component).is_dir():
+            names += sorted(str(path.relative_to(folder)) for path in (folder / component).rglob("*") if path.is_file())
+    link_files(folder, out, names)

@@ -1,0 +1,77 @@
+"""The arithmetic of slicing: which part of a tensor each rank holds, and which bytes of the source go where.
+
+Pure functions on integers; everything that slices (converter, loader, `parallelize`) asks here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A tensor cut along one dim, each block of that dim on its own.
+
+    Rank r of n holds, of every block in order, the r-th of n equal parts. A plain style is one block.
+    """
+
+    dim: int
+    block_sizes: tuple[int, ...]  # elements along `dim`; their sum is the whole dim
+
+    def local_shape(self, shape: Sequence[int], tp: int) -> tuple[int, ...]:
+        """Shape of one rank's slice of a tensor of `shape`."""
+        return tuple(nr // tp if dim == self.dim else nr for dim, nr in enumerate(shape))
+
+    def ranges(self, rank: int, tp: int) -> Iterator[tuple[int, int]]:
+        """(start, exclusive end) along `dim` of each part that `rank` holds, in order."""
+        offset = 0
+        for block in self.block_sizes:
+            part = block // tp
+            yield offset + rank * part, offset + (rank + 1) * part
+            offset += block
+
+
+def block_sizes(total: int, blocks: Sequence[int]) -> tuple[int, ...] | None:
+    """Absolute block sizes from proportions: (1, 1, 3) of 50 gives (10, 10, 30). None when they do not divide it.
+
+    Same rule as diffusers 0.42.1 `hooks/tensor_parallel.py` `_blocks_to_block_sizes`.
+    """
+    unit, rest = divmod(total, sum(blocks))
+    return None if rest else tuple(block * unit for block in blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A cut tensor in memory order: `nr_rows` equal rows, each made of blocks that are cut on their own. In elements.
+
+    Dim 0 is one row whose blocks are long runs; dim 1 of a weight is one row for each output feature.
+    """
+
+    nr_rows: int
+    blocks: tuple[int, ...]  # elements
+
+    @property
+    def row_length(self) -> int:
+        """Elements of one source row."""
+        return sum(self.blocks)
+
+
+def rows_of(shape: Sequence[int], cut: Cut) -> Rows:
+    """The memory order of a contiguous tensor of `shape` under `cut`."""
+    inner = math.prod(shape[cut.dim + 1 :])
+    return Rows(math.prod(shape[: cut.dim]), tuple(size * inner for size in cut.block_sizes))
+
+
+def runs(rows: Rows, tp: int) -> Iterator[tuple[int, int]]:
+    """(rank, elements) of each run of one row, in source order: for each block, one run a rank."""
+    for block in rows.blocks:
+        for rank in range(tp):
+            yield rank, block // tp
+
+
+def legal_degrees(sizes: Sequence[int], limit: int = 16) -> list[int]:
+    """The tp degrees up to `limit` that divide every one of `sizes`."""
+    divisor = math.gcd(*sizes)
+    return [tp for tp in range(1, limit + 1) if divisor % tp == 0]

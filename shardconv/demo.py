@@ -1,0 +1,91 @@
+"""`shardconv demo`: the whole tool on a small model, with no GPU and no network."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from . import small_models
+from .conversion import convert
+from .errors import ShardconvError, UsageError
+from .manifest import Manifest
+from .summary import human, summarize
+
+TP = 2
+TOLERANCE = 1e-5  # largest difference, relative to the largest output, in fp32
+
+
+def run_demo(model: str, keep: str | None, say: Callable[[str], None]) -> None:
+    """Build `model` small, convert it for 2 ranks, run it on 2 CPU ranks, compare with the unsharded model.
+
+    Raises `ShardconvError` when the outputs differ or a rank fails, `UsageError` when `keep` exists already.
+    """
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="shardconv-demo-") as folder:
+            _demo(model, Path(folder), say)
+        return
+    if Path(keep).exists():
+        raise UsageError(f"--keep: {keep} exists already; name a new folder")
+    _demo(model, Path(keep).absolute(), say)
+    say(f"\nThe files are in {keep}. Look at one: head -c 300 {keep}/out/tp{TP}/rank-00000-of-0000{TP}.safetensors")
+
+
+def _demo(name: str, folder: Path, say: Callable[[str], None]) -> None:
+    source, out = folder / "source", folder / "out"
+    say(f"1. A small {small_models.class_name(name)} with random weights, saved as diffusers saves it")
+    model = small_models.build(name)
+    model.save_pretrained(source)
+    nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    say(f"     {source.name}/  {human(nbytes)} of fp32 weights")
+
+    say(f"\n2. shardconv convert --tp {TP} source out")
+    start = time.perf_counter()
+    manifest = convert(source, out, tp=TP)
+    say(f"     {_files(out / f'tp{TP}', manifest)}")
+    say(f"     took {time.perf_counter() - start:.2f} s")
+
+    say(f"\n3. {TP} ranks (gloo, CPU), each loads its own file: loader.load_model('out')")
+    start = time.perf_counter()
+    ranks = _run_ranks(name, out, folder)
+    for rank in ranks:
+        say(
+            f"     rank {rank['rank']}: loaded {human(rank['nbytes'])} in {rank['load_s'] * 1e3:.0f} ms, "
+            f"one forward in {rank['forward_s'] * 1e3:.0f} ms"
+        )
+    say(f"     took {time.perf_counter() - start:.1f} s, nearly all of it imports")
+
+    worst = max(rank["difference"] for rank in ranks)
+    say("\n4. Sharded against unsharded output, same inputs")
+    say(f"     largest difference {worst:.1e} of the largest output, allowed {TOLERANCE:.0e}: {_verdict(worst)}")
+    summary = summarize(manifest)
+    say(
+        f"\nEach rank held {human(summary.rank_nbytes)} instead of {human(summary.nbytes)}, "
+        f"and read nothing but its own file and the shared one."
+    )
+    if worst > TOLERANCE:
+        raise ShardconvError(f"demo: the sharded output differs by {worst:.1e}, allowed {TOLERANCE:.0e}; report this")
+
+
+def _files(folder: Path, manifest: Manifest) -> str:
+    return "\n     ".join(
+        f"{folder.parent.name}/{folder.name}/{file.name}  {human(file.nbytes)}" for file in manifest.files
+    )
+
+
+def _verdict(difference: float) -> str:
+    return "equal" if difference <= TOLERANCE else "DIFFERENT"
+
+
+def _run_ranks(name: str, out: Path, folder: Path) -> list[dict[str, float]]:
+    """Start the ranks under torchrun and collect what each reports."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={TP}"]
+    command += ["-m", "loader.demo_rank", name, str(out), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ShardconvError(f"demo: the ranks failed (exit code {done.returncode}):\n{done.stderr.strip()[-3000:]}")
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(TP)]

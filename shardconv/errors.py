@@ -1,0 +1,54 @@
+"""Every error this project raises on purpose.
+
+    ShardconvError                      anything below; `.issues` lists each fault as one sentence
+    |-- UsageError      (ValueError)    the request itself makes no sense (exit code 2 on the command line)
+    |-- CheckpointError (ValueError)    the source cannot be converted as it stands
+    |-- PlanError       (ValueError)    the plan, the model and the degree do not fit together
+    |-- OutputError     (OSError)       the target folder cannot take the set
+    |-- SetError        (ValueError)    a converted set is damaged, incomplete or of another conversion
+    `-- LoadError       (RuntimeError)  a set cannot be loaded on this group of ranks
+
+A fault reads `subject: expected X, found Y; what to do`. Checks gather every fault and raise once.
+"""
+
+from __future__ import annotations
+
+
+class ShardconvError(Exception):
+    """Base class. `issues` holds one sentence for each fault, in the order they were found."""
+
+    def __init__(self, *issues: str) -> None:
+        self.issues: tuple[str, ...] = issues
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        if len(self.issues) == 1:
+            return self.issues[0]
+        return f"{len(self.issues)} problems:" + "".join(f"\n  - {issue}" for issue in self.issues)
+
+    def __reduce__(self) -> tuple[type[ShardconvError], tuple[str, ...]]:
+        return type(self), self.issues
+
+
+class UsageError(ShardconvError, ValueError):
+    """The request itself makes no sense."""
+
+
+class CheckpointError(ShardconvError, ValueError):
+    """The source cannot be converted as it stands."""
+
+
+class PlanError(ShardconvError, ValueError):
+    """The plan, the model and the degree do not fit together."""
+
+
+class OutputError(ShardconvError, OSError):
+    """The target folder cannot take the set."""
+
+
+class SetError(ShardconvError, ValueError):
+    """A converted set is damaged, incomplete or of another conversion."""
+
+
+class LoadError(ShardconvError, RuntimeError):
+    """A set cannot be loaded on this group of ranks."""

@@ -1,0 +1,126 @@
+"""The model class a config names, and its skeleton: parameters on the meta device, everything else real.
+
+The one place where the converter needs torch and diffusers. No code from a checkpoint is ever run: a class is looked up
+by name among diffusers' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from .errors import CheckpointError, PlanError
+from .plan import Plan, parse_plan
+
+if TYPE_CHECKING:
+    import torch
+
+
+def model_class(name: str, written_by: str | None = None) -> Any:
+    """diffusers' model class `name`.
+
+    `written_by` is the config's `_diffusers_version`, quoted when the class is unknown. Raises `CheckpointError`.
+    """
+    import diffusers
+
+    cls = getattr(diffusers, name, None) if name.isidentifier() else None
+    if isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin):
+        return cls
+    version = f" (the config was written by diffusers {written_by})" if written_by else ""
+    raise CheckpointError(
+        f"{name}: expected a model class of diffusers, not one in the installed diffusers {diffusers.__version__}"
+        f"{version}; upgrade diffusers, or check _class_name in config.json"
+    )
+
+
+def class_plan(cls: Any) -> Plan:
+    """The plan a model class carries as `_tp_plan`. Raises `PlanError` when it has none."""
+    raw = getattr(cls, "_tp_plan", None)
+    if not raw:
+        import diffusers
+
+        raise PlanError(
+            f"{cls.__name__}: has no _tp_plan in diffusers {diffusers.__version__}; give one with --plan FILE"
+        )
+    return parse_plan(raw, f"{cls.__name__}._tp_plan")
+
+
+def has_plan(library: str, name: str) -> bool:
+    """Whether a pipeline component (`library`, class name of model_index.json) is a model with a `_tp_plan`."""
+    import diffusers
+
+    cls = getattr(diffusers, name, None) if library == "diffusers" and name.isidentifier() else None
+    return isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin) and bool(getattr(cls, "_tp_plan", None))
+
+
+def skeleton(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:
+    """A model of `cls` with every parameter on meta, costing no memory for weights, in eval mode.
+
+    Buffers and plain-attribute tables (QwenImage's `pos_freqs`) are computed for real, under the default `dtype` as
+    diffusers does. Raises `CheckpointError` when `config` does not build the class.
+    """
+    import torch
+
+    previous = torch.get_default_dtype()
+    try:
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+        with _parameters_on_meta():
+            model = cls.from_config(dict(config))
+    except Exception as error:  # the constructor is diffusers' own code and raises whatever a bad config causes
+        raise CheckpointError(
+            f"config.json: does not build a {cls.__name__} ({type(error).__name__}: {error}); fetch it again"
+        ) from error
+    finally:
+        torch.set_default_dtype(previous)
+    return model.eval()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    import torch
+
+    register = torch.nn.Module.register_parameter
+
+    def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        # A parameter already on meta is kept as it is, so that tied ones stay one object.
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    torch.nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def keep_in_fp32(cls: Any) -> tuple[str, ...]:
+    """Module names that the class wants in fp32 whatever dtype is asked for (`_keep_in_fp32_modules`)."""
+    names = getattr(cls, "_keep_in_fp32_modules", None) or ()
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def kept_in_fp32(parameter: str, modules: Sequence[str]) -> bool:
+    """diffusers' own test: one of `modules` is a whole component of the dotted parameter name."""
+    return not set(modules).isdisjoint(parameter.split("."))
+
+
+def ignored_patterns(cls: Any) -> tuple[str, ...]:
+    """Regular expressions of unexpected tensors that the class tells loaders to ignore."""
+    patterns = getattr(cls, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def stored_tensors(model: Any) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter and persistent buffer, in the model's own order."""
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def tied_names(model: Any) -> list[tuple[str, ...]]:
+    """Groups of two or more names that are one parameter object."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [tuple(names) for names in groups.values() if len(names) > 1]

@@ -1,0 +1,143 @@
+"""Plans as data: module pattern -> rule. Nothing here looks at a model.
+
+A plan comes from a model class (`_tp_plan`: diffusers' strings and its `PackedColwiseParallel` and
+`PackedRowwiseParallel` objects) or from a JSON file:
+
+    {"blocks.*.attn.to_q": "colwise", "blocks.*.ff.proj": {"style": "packed_colwise", "blocks": [1, 1]}}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from .errors import PlanError
+
+
+class Style(str, Enum):
+    """How one `Linear` (weight `[out, in]`) is cut; the table stands in the README under "Styles"."""
+
+    COLWISE = "colwise"
+    ROWWISE = "rowwise"
+    ROWWISE_SPLIT_INPUT = "rowwise_split_input"
+    PACKED_COLWISE = "packed_colwise"
+    PACKED_ROWWISE = "packed_rowwise"
+
+    @property
+    def dim(self) -> int:
+        """The dim of the weight that is cut."""
+        return 0 if self in (Style.COLWISE, Style.PACKED_COLWISE) else 1
+
+    @property
+    def is_packed(self) -> bool:
+        return self in (Style.PACKED_COLWISE, Style.PACKED_ROWWISE)
+
+    @property
+    def takes_local_input(self) -> bool:
+        """Whether the input arrives already sharded, as the output of a colwise `Linear` does."""
+        return self in (Style.ROWWISE, Style.PACKED_ROWWISE)
+
+
+# Names other projects use for one of our styles (transformers: rowwise_rep takes a replicated input).
+ALIASES: Mapping[str, Style] = {"rowwise_rep": Style.ROWWISE_SPLIT_INPUT}
+REPLICATED = "replicated"  # the word for a tensor that no rule cuts
+
+_PACKED_OBJECTS = {"PackedColwiseParallel": Style.PACKED_COLWISE, "PackedRowwiseParallel": Style.PACKED_ROWWISE}
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The style of a pattern; `blocks` are proportions, None when the `Linear` itself carries the block sizes."""
+
+    style: Style
+    blocks: tuple[int, ...] | None = None
+
+
+Plan = Mapping[str, Rule]
+
+
+def parse_plan(raw: object, where: str) -> Plan:
+    """A plan from what a class or a JSON file holds; `where` names its origin in messages.
+
+    Raises `PlanError` with every fault: not a map, empty, an unknown style, blocks that are not positive integers.
+    """
+    if not isinstance(raw, Mapping):
+        raise PlanError(f"{where}: expected a map of module pattern to style, found {type(raw).__name__}")
+    if not raw:
+        raise PlanError(f"{where}: the plan is empty, so nothing would be sharded; name at least one module")
+    plan: dict[str, Rule] = {}
+    issues: list[str] = []
+    for pattern, value in raw.items():
+        try:
+            plan[str(pattern)] = _parse_rule(value)
+        except ValueError as error:
+            issues.append(f"{where}: {pattern!r}: {error}")
+    if issues:
+        raise PlanError(*issues)
+    return plan
+
+
+def _parse_rule(value: object) -> Rule:
+    kind = type(value).__name__
+    if isinstance(value, Rule):
+        return value
+    if kind in _PACKED_OBJECTS:
+        return Rule(_PACKED_OBJECTS[kind], _parse_blocks(getattr(value, "blocks", None)))
+    if isinstance(value, Mapping):
+        if not set(value) <= {"style", "blocks"} or "style" not in value:
+            raise ValueError(f'expected {{"style": ..., "blocks": [...]}}, found the keys {sorted(map(str, value))}')
+        rule = Rule(_parse_style(value["style"]), _parse_blocks(value.get("blocks")))
+        if rule.blocks is not None and not rule.style.is_packed:
+            raise ValueError(f"style {rule.style.value!r} takes no blocks; use packed_{rule.style.value}")
+        return rule
+    return Rule(_parse_style(value))
+
+
+def _parse_style(value: object) -> Style:
+    if isinstance(value, str) and value in ALIASES:
+        return ALIASES[value]
+    try:
+        return Style(value)
+    except ValueError:
+        known = ", ".join([style.value for style in Style] + list(ALIASES))
+        raise ValueError(f"unknown style {value!r}; supported: {known}") from None
+
+
+def _parse_blocks(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)) or not value or not all(type(b) is int and b > 0 for b in value):
+        raise ValueError(f"blocks must be a list of positive integers, found {value!r}")
+    return tuple(value)
+
+
+def plan_to_json(plan: Plan) -> dict[str, object]:
+    """The plan as a plan file states it; `parse_plan` gives it back."""
+    return {
+        pattern: rule.style.value if rule.blocks is None else {"style": rule.style.value, "blocks": list(rule.blocks)}
+        for pattern, rule in plan.items()
+    }
+
+
+def read_plan_file(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan file. Raises `PlanError` when it is missing, not JSON, names a pattern twice or is no plan."""
+    path = Path(path)
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+    except OSError as error:
+        raise PlanError(f"{path}: cannot read the plan file ({error.strerror})") from None
+    except ValueError as error:
+        raise PlanError(f"{path}: expected a JSON object of module pattern to style ({error})") from None
+    return parse_plan(raw, str(path))
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the pattern {next(n for n in names if names.count(n) > 1)!r} stands twice")
+    return result

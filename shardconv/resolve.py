@@ -1,0 +1,317 @@
+"""A plan applied to a model: which modules it names, how each parameter is cut, and everything that is wrong with it.
+
+Reads shapes only, so a meta-device model will do. The rules for patterns are those of diffusers 0.42.1
+(`hooks/tensor_parallel.py`): at most one `*`, the part before it names an `nn.ModuleList`, a pattern without `*` names
+a module of the model itself; blocks without numbers stand on the `Linear` as `_tp_packed_col_blocks` or
+`_tp_packed_row_blocks`, as absolute sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .cut import Cut, block_sizes, legal_degrees
+from .errors import PlanError
+from .heads import head_counts, owners, unknown_heads
+from .models import tied_names
+from .plan import Plan, Rule, Style
+
+# Norms of queries and keys by the names diffusers uses; over all heads they need statistics summed over ranks.
+_QK_NORMS = ("norm_q", "norm_k", "q_norm", "k_norm", "norm_added_q", "norm_added_k")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModule:
+    """One `Linear` that a plan names."""
+
+    name: str
+    pattern: str  # the plan's key
+    scope: str  # the block that the pattern's `*` stands for, "" for the model itself
+    style: Style
+    cut: Cut  # of the weight
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """A plan resolved against one model. Parameters that `cuts` lacks are replicated."""
+
+    modules: tuple[PlannedModule, ...]  # in the model's own order
+    cuts: Mapping[str, tuple[Style, Cut | None]]  # parameter -> style, cut (None: whole on every rank)
+    warnings: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Findings:
+    issues: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def resolve(model: Any, plan: Plan, tp: int, class_plan: Plan | None = None) -> Resolution:
+    """Resolve `plan` against `model` for `tp` ranks.
+
+    `class_plan` is the plan of the model's own class, if it has one: a plan file that cuts a layer plainly which the
+    class packs is warned about. Raises `PlanError` with every fault found.
+    """
+    found = _Findings()
+    modules = _match(model, plan, found)
+    _check_fused(model, modules, plan, class_plan, found)
+    if not found.issues:
+        found.issues += _check_degree(model, modules, tp)
+        found.issues += _check_pairs(modules)
+        if tp > 1:
+            found.issues += _check_attention(model, modules)
+    cuts = {name: spec for module in modules for name, spec in _parameter_cuts(model, module)}
+    found.issues += _check_ties(model, cuts)
+    if found.issues:
+        raise PlanError(*found.issues)
+    return Resolution(tuple(modules), cuts, tuple(found.warnings))
+
+
+def _match(model: Any, plan: Plan, found: _Findings) -> list[PlannedModule]:
+    claimed: dict[int, str] = {}
+    modules = []
+    for pattern, rule in plan.items():
+        try:
+            targets = list(_targets(model, pattern))
+        except ValueError as error:
+            found.issues.append(f"plan key {pattern!r}: {error}")
+            continue
+        missing = [name for name, _, module in targets if module is None]
+        if missing:
+            found.issues.append(
+                f"plan key {pattern!r}: matches nothing in {len(missing)} of {len(targets)} places, the first is "
+                f"{missing[0]}; correct the key"
+            )
+            continue
+        for name, scope, module in targets:
+            if id(module) in claimed:
+                found.issues.append(
+                    f"{name}: named by two plan keys, {claimed[id(module)]!r} and {pattern!r}; keep one"
+                )
+                break
+            claimed[id(module)] = pattern
+            try:
+                modules.append(_planned(name, scope, module, pattern, rule))
+            except ValueError as error:
+                found.issues.append(f"{name}: {error}{_others(len(targets) - 1, pattern)}")
+                break
+    order = {name: position for position, (name, _) in enumerate(model.named_modules())}
+    return sorted(modules, key=lambda module: order[module.name])
+
+
+def _others(nr: int, pattern: str) -> str:
+    return f" (likewise {nr} more of {pattern!r})" if nr else ""
+
+
+def _targets(model: Any, pattern: str) -> Iterator[tuple[str, str, Any]]:
+    """(name, scope, module or None) of each place that `pattern` names."""
+    from torch.nn import ModuleList
+
+    atoms = pattern.split(".")
+    if pattern.count("*") > 1:
+        raise ValueError(f"expected at most one '*', found {pattern.count('*')}; write one key for each list")
+    if "*" not in pattern:
+        yield pattern, "", _submodule(model, atoms)
+        return
+    if "*" not in atoms:
+        raise ValueError("expected '*' as a whole name between dots")
+    star = atoms.index("*")
+    prefix = ".".join(atoms[:star])
+    container = _submodule(model, atoms[:star])
+    if not isinstance(container, ModuleList):
+        kind = "nothing" if container is None else type(container).__name__
+        raise ValueError(f"expected an nn.ModuleList before '*', {prefix or 'the model itself'} is {kind}")
+    for position, block in enumerate(container):
+        scope = f"{prefix}.{position}"
+        yield ".".join([scope, *atoms[star + 1 :]]), scope, _submodule(block, atoms[star + 1 :])
+
+
+def _submodule(module: Any, atoms: Sequence[str]) -> Any:
+    for atom in atoms:
+        module = module._modules.get(atom) if module is not None else None
+    return module
+
+
+def _planned(name: str, scope: str, module: Any, pattern: str, rule: Rule) -> PlannedModule:
+    from torch.nn import Linear
+
+    if not isinstance(module, Linear):
+        raise ValueError(f"expected an nn.Linear, found {type(module).__name__}; only Linear layers are cut")
+    dim = rule.style.dim
+    total = module.weight.shape[dim]
+    if total == 0:
+        raise ValueError(f"dim {dim} has no elements, nothing can be cut; take it out of the plan")
+    return PlannedModule(name, pattern, scope, rule.style, Cut(dim, _block_sizes(module, rule, total)))
+
+
+def _block_sizes(module: Any, rule: Rule, total: int) -> tuple[int, ...]:
+    if not rule.style.is_packed:
+        return (total,)
+    if rule.blocks is not None:
+        sizes = block_sizes(total, rule.blocks)
+        if sizes is None:
+            raise ValueError(
+                f"dim {rule.style.dim} is {total}, blocks {list(rule.blocks)} have the sum {sum(rule.blocks)}, which "
+                "does not divide it; correct the blocks"
+            )
+        return sizes
+    attribute = _blocks_attribute(rule.style)
+    stored = getattr(module, attribute, None)
+    if not stored:
+        raise ValueError(f"{rule.style.value} without blocks, and the Linear carries no {attribute}; give blocks")
+    if sum(stored) != total:
+        raise ValueError(
+            f"{attribute} {list(stored)} have the sum {sum(stored)}, expected dim {rule.style.dim}, {total}"
+        )
+    return tuple(stored)
+
+
+def _blocks_attribute(style: Style) -> str:
+    return "_tp_packed_col_blocks" if style.dim == 0 else "_tp_packed_row_blocks"
+
+
+def _parameter_cuts(model: Any, planned: PlannedModule) -> Iterator[tuple[str, tuple[Style, Cut | None]]]:
+    """Every parameter of a planned module. Cut on dim 0, whatever has the weight's rows is cut with them (bias,
+    per-channel scale); cut on dim 1, all but the weight stays whole."""
+    module = model.get_submodule(planned.name)
+    for name, parameter in module.named_parameters(recurse=False):
+        by_rows = planned.cut.dim == 0 and parameter.ndim > 0 and parameter.shape[0] == module.weight.shape[0]
+        yield f"{planned.name}.{name}", (planned.style, planned.cut if by_rows or name == "weight" else None)
+
+
+def _check_fused(
+    model: Any, modules: Sequence[PlannedModule], plan: Plan, class_plan: Plan | None, found: _Findings
+) -> None:
+    for pattern in dict.fromkeys(module.pattern for module in modules if not module.style.is_packed):
+        first = next(module for module in modules if module.pattern == pattern)
+        packed = (class_plan or {}).get(pattern)
+        if hasattr(model.get_submodule(first.name), _blocks_attribute(first.style)) or (
+            packed and packed.style.is_packed
+        ):
+            found.warnings.append(
+                f"{first.name}: a fused layer cut as {plan[pattern].style.value}, so that ranks pair parts of "
+                f"different blocks; packed_{plan[pattern].style.value} is almost certainly meant"
+            )
+
+
+def all_sizes(model: Any, modules: Sequence[PlannedModule]) -> list[int]:
+    """Everything that a tp degree must divide: head counts and block sizes."""
+    heads = [count for _, count in head_counts(model, [module.name for module in modules])]
+    return heads + [size for module in modules for size in module.cut.block_sizes]
+
+
+def _check_degree(model: Any, modules: Sequence[PlannedModule], tp: int) -> list[str]:
+    legal = ", ".join(map(str, legal_degrees(all_sizes(model, modules))))
+    # One sentence for each different reason, naming the first place: a large model has hundreds of places.
+    heads: dict[int, list[str]] = {}
+    for where, count in head_counts(model, [module.name for module in modules]):
+        if count % tp:
+            heads.setdefault(count, []).append(where)
+    blocks: dict[str, list[str]] = {}
+    for module in modules:
+        if any(size % tp for size in module.cut.block_sizes):
+            blocks.setdefault(_indivisible(module.cut, tp), []).append(module.name)
+    return [
+        f"{places[0]}: {count} heads, not divisible by tp degree {tp}; use {legal}" for count, places in heads.items()
+    ] + [
+        f"{names[0]}.weight: {what}, not divisible by tp degree {tp}; use {legal}"
+        + (f" (likewise {len(names) - 1} more layers)" if len(names) > 1 else "")
+        for what, names in blocks.items()
+    ]
+
+
+def _indivisible(cut: Cut, tp: int) -> str:
+    if len(cut.block_sizes) == 1:
+        return f"dim {cut.dim} is {cut.block_sizes[0]}"
+    position = next(i for i, size in enumerate(cut.block_sizes) if size % tp)
+    return f"dim {cut.dim} is packed in blocks {list(cut.block_sizes)}, block {position} is {cut.block_sizes[position]}"
+
+
+def _check_pairs(modules: Sequence[PlannedModule]) -> list[str]:
+    """Colwise outputs stay sharded until a rowwise module sums them. Each rowwise module takes up the colwise ones in
+    the nearest enclosing module that has any, within its block; one left over would never be summed."""
+    colwise = [module for module in modules if module.style.dim == 0]
+    joined: set[str] = set()
+    issues: dict[str, str] = {}  # by plan key: one sentence for each
+    for row in (module for module in modules if module.style.takes_local_input):
+        for ancestor in _ancestors(row):
+            inside = [c.name for c in colwise if c.scope == row.scope and c.name.startswith(ancestor)]
+            if inside:
+                joined.update(inside)
+                break
+        else:
+            issues.setdefault(
+                row.pattern,
+                f"{row.name}: {row.style.value}, but nothing in its block is colwise, so its input is whole; use "
+                f"{Style.ROWWISE_SPLIT_INPUT.value}",
+            )
+    for module in colwise:
+        if module.name not in joined:
+            issues.setdefault(
+                module.pattern,
+                f"{module.name}: {module.style.value}, but no rowwise module joins its output, so partial results "
+                "would be taken for whole ones; plan the projection that follows it",
+            )
+    return list(issues.values())
+
+
+def _ancestors(module: PlannedModule) -> Iterator[str]:
+    """Prefixes of the enclosing modules, innermost first, up to the block."""
+    name = module.name
+    while name != module.scope:
+        name = name.rpartition(".")[0]
+        if len(name) < len(module.scope):
+            return
+        yield f"{name}." if name else ""
+
+
+def _check_attention(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
+    names = [module.name for module in modules]
+    issues = [issue for issue in [unknown_heads(model, names)] if issue]
+    heads = {count for _, count in head_counts(model, names)}
+    seen: set[str] = set()
+    for owner in owners([module.name for module in modules if module.style.dim == 0]):
+        parent = model.get_submodule(owner)
+        widths = {m.cut.block_sizes[0] for m in modules if m.style.dim == 0 and m.name.rpartition(".")[0] == owner}
+        for child, module in parent.named_children():
+            text = _norm_issue(child, module, widths) or _gate_issue(f"{owner}.{child}", module, names, heads, widths)
+            if text and child not in seen:
+                seen.add(child)
+                issues.append(f"{owner}.{child}: {text}")
+    return issues
+
+
+def _norm_issue(child: str, module: Any, widths: set[int]) -> str | None:
+    weight = getattr(module, "weight", None)
+    if child in _QK_NORMS and weight is not None and weight.ndim == 1 and weight.shape[0] in widths:
+        return (
+            "a norm across all heads of a sharded projection; a rank would take the statistics of its own heads only, "
+            "which is quietly wrong; this is not supported yet, leave the attention out of the plan"
+        )
+    return None
+
+
+def _gate_issue(name: str, module: Any, planned: Sequence[str], heads: set[int], widths: set[int]) -> str | None:
+    from torch.nn import Linear
+
+    if isinstance(module, Linear) and name not in planned and module.out_features in heads - widths:
+        return (
+            f"one output a head ({module.out_features}) beside sharded projections, and not in the plan; add it as "
+            "colwise"
+        )
+    return None
+
+
+def _check_ties(model: Any, cuts: Mapping[str, tuple[Style, Cut | None]]) -> list[str]:
+    issues = []
+    for group in tied_names(model):
+        ways = {cuts.get(name) for name in group}
+        if len(ways) > 1:
+            planned = next(name for name in group if name in cuts)
+            other = next(name for name in group if cuts.get(name) != cuts[planned])
+            issues.append(
+                f"{planned}: tied to {other}, which the plan does not cut in the same way; plan both or neither"
+            )
+    return issues
