@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,21 +10,12 @@ from typing import Any
 import xxhash
 
 from shardconv import models
-from shardconv.checkpoint import leads_out, read_config
+from shardconv.checkpoint import read_config
 from shardconv.engine import CHUNK_NBYTES
-from shardconv.errors import CheckpointError, PlanError, SetError, ShardconvError
-from shardconv.header import FileHeader
-from shardconv.layout import FileLayout, file_header
+from shardconv.errors import PlanError, SetError
 from shardconv.manifest import Manifest
 from shardconv.resolve import Resolution, resolve
-
-
-@dataclass(frozen=True, slots=True)
-class RankFile:
-    """A file that this rank reads, its header checked."""
-
-    path: Path
-    header: FileHeader
+from shardconv.sets import SetFile, open_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +25,7 @@ class OpenSet:
     folder: Path
     manifest: Manifest
     config: Mapping[str, Any]
-    files: tuple[RankFile, ...]
+    files: tuple[SetFile, ...]
 
 
 def open_set(folder: Path, rank: int, size: int) -> OpenSet:
@@ -44,58 +34,12 @@ def open_set(folder: Path, rank: int, size: int) -> OpenSet:
     if manifest.tp_degree != size:
         raise SetError(f"{folder}: converted for tp degree {manifest.tp_degree}, this group has {size} ranks")
     config, _ = read_config(folder.parent)
-    issues: list[str] = []
     if config["_class_name"] != manifest.model_class:
-        issues.append(
+        raise SetError(
             f"{folder.parent / 'config.json'}: expected a {manifest.model_class}, found a {config['_class_name']}; "
             "the config is of another model"
         )
-    files = []
-    for layout, record in zip(manifest.layout().files, manifest.files, strict=True):
-        if layout.rank not in (None, rank):
-            continue
-        path = folder / layout.name
-        try:
-            header = _check_file(path, layout, record.header_digest, manifest)
-            files.append(RankFile(path, header))
-        except ShardconvError as error:
-            issues.extend(error.issues)
-        except OSError as error:
-            issues.append(f"{path}: cannot be read ({error.strerror}); fetch or convert again")
-    if issues:
-        raise SetError(*issues)
-    return OpenSet(folder, manifest, config, tuple(files))
-
-
-def _check_file(path: Path, layout: FileLayout, header_digest: str, manifest: Manifest) -> FileHeader:
-    outside = leads_out(path, path.parent)
-    if outside:
-        raise SetError(f"{path.name}: a link that leads out of its folder, to {outside}; put the file itself there")
-    header = FileHeader.read(path)
-    about = _about(path, header)
-    for key, expected in (
-        ("format_version", 1), ("tp_degree", manifest.tp_degree), ("rank", layout.rank),
-        ("conversion_id", manifest.conversion_id),
-    ):  # fmt: skip
-        if about.get(key) != expected:
-            raise SetError(
-                f"{path.name}: says {key} {about.get(key)}, expected {expected}; the file is of another conversion or "
-                "rank, fetch or convert the set again"
-            )
-    expected_header = file_header(layout, manifest.conversion_id, manifest.tp_degree)
-    if header.digest != header_digest or header.digest != xxhash.xxh3_128_hexdigest(expected_header):
-        raise SetError(f"{path.name}: its header is not the one the manifest describes; fetch or convert the set again")
-    return header
-
-
-def _about(path: Path, header: FileHeader) -> dict[str, Any]:
-    try:
-        about = json.loads(header.metadata["shardconv"])
-    except (KeyError, ValueError):
-        about = None
-    if not isinstance(about, dict):
-        raise SetError(f"{path.name}: not a file of a converted set; fetch or convert the set again")
-    return about
+    return OpenSet(folder, manifest, config, open_files(folder, manifest, [rank]))
 
 
 def check_model(opened: OpenSet, model: Any) -> Resolution:
@@ -145,7 +89,7 @@ def check_digests(opened: OpenSet, rank: int) -> None:
                 while left:
                     data = raw.read(min(left, CHUNK_NBYTES))
                     if not data:
-                        raise CheckpointError(f"{file.path.name}: the file became shorter while it was read")
+                        raise SetError(f"{file.path.name}: the file became shorter while it was read")
                     digest.update(data)
                     left -= len(data)
                 known = opened.manifest.digests[entry.name]

@@ -14,8 +14,8 @@ import xxhash
 
 from . import engine
 from ._version import __version__
-from .checkpoint import Checkpoint, match_names, open_checkpoint, refuse_file, unexpected_names
-from .destination import PartialSet, check_space, check_target, link_files, set_folder_name, sets_in
+from .checkpoint import CONFIG_NAME, Checkpoint, match_names, open_checkpoint, refuse_file, unexpected_names
+from .destination import PartialFolder, check_space, check_target, link_files, set_folder_name, sets_in
 from .errors import CheckpointError, OutputError, PlanError, ShardconvError, UsageError
 from .layout import ConvertPlan, file_header, plan_layout, stored_tensors
 from .manifest import MANIFEST_NAME, FileRecord, Manifest, Source, SourceFileRecord
@@ -381,8 +381,8 @@ def _execute(job: _Job, overwrite: bool, new_progress: NewProgress) -> Manifest:
     layout = job.plan.layout
     progress = new_progress("convert", job.plan.read_nbytes)
     try:
-        with PartialSet(job.out, layout.tp) as partial:
-            outputs = partial.create(layout.files)
+        with PartialFolder(job.folder) as partial:
+            outputs = partial.create({file.name: file.nbytes for file in layout.files})
             digests = engine.run(job.plan, outputs, progress)
             _check_tied(job, digests)
             manifest = _with_source_digests(job, {name: each.source for name, each in digests.items()})
@@ -395,7 +395,8 @@ def _execute(job: _Job, overwrite: bool, new_progress: NewProgress) -> Manifest:
                 engine.write_all(fd, memoryview(header), 0)
                 records.append(FileRecord(file.name, file.rank, file.nbytes, xxhash.xxh3_128_hexdigest(header)))
             manifest = replace(manifest, files=tuple(records))
-            partial.publish(manifest.to_json(), job.checkpoint.config_bytes, overwrite)
+            partial.write_beside(CONFIG_NAME, job.checkpoint.config_bytes)
+            partial.publish({MANIFEST_NAME: manifest.to_json().encode()}, overwrite)
     except OSError as error:
         if isinstance(error, ShardconvError):
             raise

@@ -12,13 +12,13 @@ import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
 from .checkpoint import CONFIG_NAME, WEIGHTS_STEM
 from .errors import OutputError
-from .layout import REPLICATED_FILE, FileLayout
+from .layout import REPLICATED_FILE
 from .manifest import MANIFEST_NAME
 
 
@@ -81,19 +81,19 @@ def check_space(out: Path, nbytes: int) -> list[str]:
     return issues
 
 
-class PartialSet:
-    """The set under construction. Use as a context manager: left without `publish`, it removes what it wrote.
+class PartialFolder:
+    """A folder under construction. Use as a context manager: left without `publish`, it removes what it wrote.
 
-    Raises `OutputError` when another process is writing the same set or the target refuses.
+    Raises `OutputError` when another process is writing the same folder or the target refuses.
     """
 
-    def __init__(self, out: Path, tp: int) -> None:
-        self._folder = out / set_folder_name(tp)
-        self._partial = out / f".{self._folder.name}.partial"
-        self._made_folders = _make_folders(out)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._partial = folder.with_name(f".{folder.name}.partial")
+        self._made_folders = _make_folders(folder.parent)
         self._lock = self._claim()
-        self.fds: list[int] = []
-        self._config: Path | None = None  # config.json, if this conversion wrote it
+        self._fds: list[int] = []
+        self._beside: list[Path] = []  # files written outside the folder
         self._published = False
 
     def _claim(self) -> int:
@@ -106,65 +106,69 @@ class PartialSet:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            raise OutputError(f"{self._partial}: another conversion is writing here; wait for it to end") from None
+            raise OutputError(f"{self._partial}: another process is writing here; wait for it to end") from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.EBADF, errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-        _remove_set_files(self._partial)  # of a conversion that was killed
+        _remove_our_files(self._partial)  # of a process that was killed
         return lock
 
-    def create(self, files: Sequence[FileLayout]) -> list[int]:
-        """Create every file at its full length, so that a full disk is met now. Returns their descriptors."""
-        for file in files:
-            path = self._partial / file.name
+    def create(self, files: Mapping[str, int]) -> list[int]:
+        """Create every file (name -> bytes) at its full length, so that a full disk is met now; returns descriptors."""
+        for name, nbytes in files.items():
+            path = self._partial / name
             try:
-                self.fds.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-                os.posix_fallocate(self.fds[-1], 0, file.nbytes)
+                self._fds.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+                if nbytes:
+                    os.posix_fallocate(self._fds[-1], 0, nbytes)
             except OSError as error:
                 raise OutputError(
-                    f"{path}: {file.nbytes:,} bytes cannot be set aside ({error.strerror}); make room, or choose "
-                    "another OUT"
+                    f"{path}: {nbytes:,} bytes cannot be set aside ({error.strerror}); make room, or choose another OUT"
                 ) from None
-        return self.fds
+        return self._fds
 
-    def publish(self, manifest_text: str, config_bytes: bytes, overwrite: bool) -> None:
-        """Make the files durable, write the manifest, and give the set its name in one step."""
-        config = self._folder.parent / CONFIG_NAME
-        if not config.exists():
-            self._config = config
-            write_atomically(config, config_bytes)
-        for fd in self.fds:
+    def write_beside(self, name: str, data: bytes) -> None:
+        """Write a small file next to the folder unless it is there already."""
+        path = self._folder.parent / name
+        if not path.exists():
+            self._beside.append(path)
+            write_atomically(path, data)
+
+    def publish(self, last: Mapping[str, bytes], overwrite: bool = False) -> None:
+        """Make everything durable, write the files `last`, and give the folder its name in one step."""
+        for fd in self._fds:
             os.fsync(fd)
-        with open(self._partial / MANIFEST_NAME, "x", encoding="utf-8") as file:
-            file.write(manifest_text)
-            file.flush()
-            os.fsync(file.fileno())
+        for name, data in last.items():
+            with open(self._partial / name, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
         os.fsync(self._lock)
         if overwrite and self._folder.exists():
             _exchange(self._partial, self._folder)
             self._published = True
-            _remove_set_files(self._partial)
+            _remove_our_files(self._partial)
             self._partial.rmdir()
         else:
             try:
                 os.rename(self._partial, self._folder)
             except OSError as error:
-                raise OutputError(f"{self._folder}: appeared while converting ({error.strerror}); look at it") from None
+                raise OutputError(f"{self._folder}: appeared meanwhile ({error.strerror}); look at it") from None
             self._published = True
         sync_folder(self._folder.parent)
 
-    def __enter__(self) -> PartialSet:
+    def __enter__(self) -> PartialFolder:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for fd in self.fds:
+        for fd in self._fds:
             os.close(fd)
         if not self._published:
-            _remove_set_files(self._partial)
-            if self._config is not None:
-                self._config.unlink(missing_ok=True)
+            _remove_our_files(self._partial)
+            for path in self._beside:
+                path.unlink(missing_ok=True)
             for folder in (self._partial, *self._made_folders):
                 _remove_if_empty(folder)
         os.close(self._lock)
@@ -188,9 +192,9 @@ def _remove_if_empty(folder: Path) -> None:
             raise
 
 
-def _remove_set_files(folder: Path) -> None:
+def _remove_our_files(folder: Path) -> None:
     for entry in list(os.scandir(folder)):
-        if is_set_file(entry.name):
+        if is_set_file(entry.name) or entry.name == CONFIG_NAME or entry.name.startswith(WEIGHTS_STEM):
             os.unlink(entry.path)
 
 

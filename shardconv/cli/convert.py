@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 
 from ..conversion import DTYPES, Options, Outcome, convert_all
 from ..plan import read_plan_file
 from ..summary import Summary, human, summarize
+from .progress import progress_bars
 
 NAME = "convert"
 HELP = "pre-shard a checkpoint: one safetensors file per rank"
@@ -56,26 +56,15 @@ def run(args: argparse.Namespace) -> None:
         overwrite=args.overwrite,
         dry_run=args.dry_run,
     )
-    bars: list[_Bar] = []
-
-    def new_progress(what: str, total: int) -> Callable[[int], None]:
-        bars.append(_Bar(what, total))
-        return bars[-1].advance
-
-    quiet = args.quiet or not sys.stderr.isatty()
-    silent: Callable[[str, int], Callable[[int], None]] = lambda what, total: lambda nbytes: None  # noqa: E731
-    try:
+    with progress_bars(args.quiet) as new_progress:
         outcomes = convert_all(
             args.source,
             args.out,
             options,
             subfolder=args.subfolder,
             revision=args.revision,
-            new_progress=silent if quiet else new_progress,
+            new_progress=new_progress,
         )
-    finally:
-        for bar in bars:
-            bar.close()
     if not args.quiet:
         for text in [text for outcome in outcomes for text in outcome.warnings]:
             print(f"warning: {text}", file=sys.stderr)
@@ -83,21 +72,6 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps({"dry_run": args.dry_run, "sets": [_as_json(outcome) for outcome in outcomes]}, indent=2))
     elif not args.quiet:
         print("\n\n".join(_as_text(outcome, args.dry_run) for outcome in outcomes))
-
-
-class _Bar:
-    """Bytes, rate and time left, on a terminal."""
-
-    def __init__(self, what: str, total: int) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, unit_divisor=1000, file=sys.stderr)
-
-    def advance(self, nbytes: int) -> None:
-        self._bar.update(nbytes)
-
-    def close(self) -> None:
-        self._bar.close()
 
 
 def _as_json(outcome: Outcome) -> dict[str, object]:

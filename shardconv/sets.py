@@ -1,0 +1,95 @@
+"""The files of a converted set, checked against its manifest: what loading, merging and verifying start from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from .checkpoint import leads_out
+from .destination import sets_in
+from .errors import SetError, ShardconvError
+from .header import FileHeader
+from .layout import FORMAT_VERSION, FileLayout, file_header
+from .manifest import MANIFEST_NAME, FileRecord, Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class SetFile:
+    """One file of a set, its header checked."""
+
+    path: Path
+    rank: int | None  # None: the file of replicated tensors
+    header: FileHeader
+
+
+def any_set(path: Path) -> Path:
+    """The folder of a set: `path` itself, or the lowest degree in the component folder `path`. Raises `SetError`."""
+    if (path / MANIFEST_NAME).is_file():
+        return path
+    sets = sets_in(path)
+    if not sets:
+        raise SetError(f"{path}: no converted set in it; give the folder that shardconv convert wrote, or its tpN")
+    return next(iter(sets.values()))
+
+
+def open_files(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> tuple[SetFile, ...]:
+    """The files that `ranks` need, with the replicated one; headers only.
+
+    Raises `SetError` with every fault: a missing or shortened file, one of another conversion, degree or rank, a header
+    that is not the one the manifest describes.
+    """
+    wanted = {None, *ranks}
+    files: list[SetFile] = []
+    issues: list[str] = []
+    for layout, record in zip(manifest.layout().files, manifest.files, strict=True):
+        if layout.rank not in wanted:
+            continue
+        path = folder / layout.name
+        try:
+            files.append(SetFile(path, layout.rank, _read_header(path, layout, record, manifest)))
+        except ShardconvError as error:
+            issues.extend(error.issues)
+        except OSError as error:
+            issues.append(f"{path}: cannot be read ({error.strerror}); fetch or convert the set again")
+    if issues:
+        raise SetError(*issues)
+    return tuple(files)
+
+
+def _read_header(path: Path, layout: FileLayout, record: FileRecord, manifest: Manifest) -> FileHeader:
+    outside = leads_out(path, path.parent)
+    if outside:
+        raise SetError(f"{path.name}: a link that leads out of its folder, to {outside}; put the file itself there")
+    header = FileHeader.read(path)
+    about = _about(path, header)
+    expectations = {
+        "format_version": FORMAT_VERSION,
+        "tp_degree": manifest.tp_degree,
+        "rank": layout.rank,
+        "conversion_id": manifest.conversion_id,
+    }
+    for key, expected in expectations.items():
+        if about.get(key) != expected:
+            raise SetError(
+                f"{path.name}: expected {key} {expected}, found {about.get(key)}; the file is of another conversion or "
+                "rank, fetch or convert the set again"
+            )
+    described = xxhash.xxh3_128_hexdigest(file_header(layout, manifest.conversion_id, manifest.tp_degree))
+    if not header.digest == record.header_digest == described:
+        raise SetError(f"{path.name}: its header is not the one the manifest describes; fetch or convert the set again")
+    return header
+
+
+def _about(path: Path, header: FileHeader) -> dict[str, Any]:
+    try:
+        about = json.loads(header.metadata["shardconv"])
+    except (KeyError, ValueError):
+        about = None
+    if not isinstance(about, dict):
+        raise SetError(f"{path.name}: not a file of a converted set; fetch or convert the set again")
+    return about
