@@ -11,13 +11,13 @@ from torch import nn
 
 from shardconv import models
 from shardconv.dtypes import torch_dtype
-from shardconv.errors import LoadError, SetError
+from shardconv.errors import LoadError, SetError, UsageError
 from shardconv.header import REAL_FLOATS
 from shardconv.manifest import Manifest
 
 from .locate import find_set
-from .parallel import apply
-from .ranks import Ranks, agree, default_device, ranks_of
+from .parallel import apply, check_layers
+from .ranks import Ranks, place_of, ranks_of, together
 from .transfer import map_file, read_file
 from .validate import check_digests, check_model, open_set
 
@@ -48,22 +48,31 @@ def load_model(
 
     Raises:
         LoadError: on every rank, with the reasons of the ranks that could not load.
-        SetError, CheckpointError: the same when one process runs alone.
+        SetError, CheckpointError, UsageError: the same when one process runs alone.
     """
     ranks = ranks_of(group)
-    model, told, error = None, None, None
-    try:
-        place = torch.device(device) if device is not None else default_device()
-        model, told = _load_rank(path, subfolder, place, dtype, ranks, verify)
-    except Exception as raised:  # told to every rank, which raise it together
-        error = raised
-    ids = agree(ranks, told, error)
+    model: nn.Module | None = None
+
+    def load() -> str:
+        nonlocal model
+        _check_dtype(dtype)
+        model, conversion_id = _load_rank(path, subfolder, place_of(device), dtype, ranks, verify)
+        return conversion_id
+
+    ids = together(ranks, load)
     if len(set(ids)) > 1:
         raise LoadError(
             f"{path}: the ranks found different conversions ({', '.join(map(str, ids))}); give every node the same set"
         )
     assert model is not None
     return model
+
+
+def _check_dtype(dtype: object) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UsageError(
+            f"dtype: expected a floating point torch.dtype, found {dtype}; leave it out to keep what is stored"
+        )
 
 
 def _load_rank(
@@ -80,6 +89,7 @@ def _load_rank(
     cls = models.model_class(manifest.model_class, opened.config.get("_diffusers_version"))
     model = models.skeleton(cls, opened.config, _building_dtype(manifest, dtype))
     resolution = check_model(opened, model)
+    check_layers(model, resolution.modules)
     if verify:
         check_digests(opened, ranks.rank)
     tensors: dict[str, torch.Tensor] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from shardconv.checkpoint import WEIGHTS_STEM
@@ -32,6 +33,9 @@ def find_set(path: str | os.PathLike[str], subfolder: str | None, size: int) -> 
             f"{component}: converted for tp degree {degrees}, this group has {ranks}; "
             f"run: shardconv convert --tp {size} SOURCE {path}"
         )
+    for folder in (component, component / set_folder_name(size)):
+        if re.fullmatch(r"tp\d+", folder.absolute().name) and folder.is_dir():
+            raise SetError(f"{folder}: no {MANIFEST_NAME}, so not a complete set; fetch or convert it again")
     if (component / f".{set_folder_name(size)}.partial").is_dir():
         raise SetError(f"{component}: the conversion for tp degree {size} did not finish; run shardconv convert again")
     inner = [child.name for child in sorted(component.iterdir()) if child.is_dir() and sets_in(child)]

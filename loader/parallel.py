@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from torch import nn
 from shardconv.cut import Cut
 from shardconv.errors import LoadError, PlanError, UsageError
 from shardconv.heads import local_attributes
-from shardconv.models import class_plan
+from shardconv.models import class_plan, other_plan
 from shardconv.plan import Plan, parse_plan, read_plan_file
-from shardconv.resolve import PlannedModule, resolve
+from shardconv.resolve import PlannedModule, Resolution, resolve
 
 from .linear import make_local
-from .ranks import Ranks, agree, ranks_of
+from .ranks import Ranks, ranks_of, together
 
 WAY_OUT = "The ordinary checkpoint comes back with: shardconv merge SET OUT"
 _REFUSED = ("save_pretrained", "load_lora_adapter", "add_adapter", "enable_group_offload", "enable_parallelism")
@@ -48,31 +49,35 @@ def parallelize(
             ranks hold different weights, the model is already sharded, quantized, offloaded or has LoRA layers.
     """
     ranks = ranks_of(group)
-    resolution, error = None, None
-    try:
-        if tp is not None and tp != ranks.size:
-            raise UsageError(f"tp: expected the size of the group, {ranks.size}, found {tp}; leave tp out")
-        _check_plain(model)
-        own = class_plan(type(model)) if plan is None or getattr(type(model), "_tp_plan", None) else None
-        resolution = resolve(model, _plan_of(plan) or own or {}, ranks.size, own)
-    except Exception as raised:  # told to every rank, which raise it together
-        error = raised
-    fingerprints = agree(ranks, None if error else _fingerprint(model), error)
-    if len(set(fingerprints)) > 1:
+    resolution = together(ranks, lambda: _resolve(model, tp, plan, ranks))[ranks.rank]
+    if len(set(together(ranks, lambda: _fingerprint(model)))) > 1:
         raise LoadError(
             f"{type(model).__name__}: the ranks hold different weights, so that their slices would not fit together; "
             "load the same checkpoint on every rank, or seed them alike"
         )
-    assert resolution is not None
-    if ranks.size > 1:
-        _slice_parameters(model, resolution.cuts, ranks)
-        apply(model, resolution.modules, ranks)
+
+    def change() -> None:
+        if ranks.size > 1:
+            _slice_parameters(model, resolution.cuts, ranks)
+            apply(model, resolution.modules, ranks)
+
+    together(ranks, change)
     return model.eval().requires_grad_(False)
 
 
-def _plan_of(plan: Mapping[str, Any] | str | os.PathLike[str] | None) -> Plan | None:
-    if plan is None:
-        return None
+def _resolve(
+    model: nn.Module, tp: int | None, plan: Mapping[str, Any] | str | os.PathLike[str] | None, ranks: Ranks
+) -> Resolution:
+    if tp is not None and tp != ranks.size:
+        raise UsageError(f"tp: expected the size of the group, {ranks.size}, found {tp}; leave tp out")
+    _check_plain(model)
+    given = class_plan(type(model)) if plan is None else _plan_of(plan)
+    resolution = resolve(model, given, ranks.size, other_plan(type(model)))
+    check_layers(model, resolution.modules)
+    return resolution
+
+
+def _plan_of(plan: Mapping[str, Any] | str | os.PathLike[str]) -> Plan:
     return parse_plan(plan, "plan") if isinstance(plan, Mapping) else read_plan_file(plan)
 
 
@@ -112,12 +117,30 @@ def take_slice(tensor: torch.Tensor, cut: Cut, rank: int, tp: int) -> torch.Tens
 
 
 def _slice_parameters(model: nn.Module, cuts: Mapping[str, tuple[Any, Cut | None]], ranks: Ranks) -> None:
+    sliced: dict[int, nn.Parameter] = {}  # by the whole one, so that tied parameters stay one
     for name, (_, cut) in cuts.items():
-        if cut is not None:
-            owner, _, leaf = name.rpartition(".")
-            module = model.get_submodule(owner)
-            whole = module.get_parameter(leaf).detach()
-            module.register_parameter(leaf, nn.Parameter(take_slice(whole, cut, ranks.rank, ranks.size), False))
+        if cut is None:
+            continue
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if leaf in module._buffers:
+            module._buffers[leaf] = take_slice(module.get_buffer(leaf), cut, ranks.rank, ranks.size)
+            continue
+        whole = module.get_parameter(leaf)
+        if id(whole) not in sliced:
+            local = take_slice(whole.detach(), cut, ranks.rank, ranks.size)
+            sliced[id(whole)] = nn.Parameter(local, requires_grad=False)
+        module._parameters[leaf] = sliced[id(whole)]
+
+
+def check_layers(model: nn.Module, modules: Sequence[PlannedModule]) -> None:
+    """Refuse layers whose forward is not that of `nn.Linear`: a runtime module would replace it."""
+    for planned in modules:
+        kind = type(model.get_submodule(planned.name))
+        if kind is not nn.Linear:
+            raise PlanError(
+                f"{planned.name}: expected a plain nn.Linear, found {kind.__name__}; its forward is not known"
+            )
 
 
 def apply(model: nn.Module, modules: Sequence[PlannedModule], ranks: Ranks) -> None:
@@ -128,10 +151,7 @@ def apply(model: nn.Module, modules: Sequence[PlannedModule], ranks: Ranks) -> N
         setattr(module, attribute, getattr(module, attribute) // ranks.size)
     for planned in modules:
         linear = model.get_submodule(planned.name)
-        if type(linear) is not nn.Linear:
-            raise PlanError(
-                f"{planned.name}: expected a plain nn.Linear, found {type(linear).__name__}; its forward is not known"
-            )
+        assert isinstance(linear, nn.Linear)
         make_local(linear, planned.style, ranks.rank, ranks.size, ranks.group_name)
     _mark_parallel(model, ranks)
 
@@ -145,13 +165,20 @@ def _mark_parallel(model: nn.Module, ranks: Ranks) -> None:
 
     model._parallel_config = ParallelConfig(tensor_parallel_config=TensorParallelConfig(tp_degree=ranks.size))
     for name in _REFUSED:
-        method = getattr(model, name, None)
-        if method is not None:
-            setattr(model, name, functools.partial(_with_way_out, method))
+        if hasattr(type(model), name):
+            setattr(model, name, functools.partial(_refused, weakref.ref(model), name))
 
 
-def _with_way_out(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _refused(model: weakref.ref[nn.Module], name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method that diffusers refuses on a sharded model, and add our way out to what it says. The model is
+    referred to weakly: in a cycle it would keep its memory until the garbage collector comes by."""
+    me = model()
     try:
-        return method(*args, **kwargs)
+        if name == "add_adapter":  # diffusers 0.42.1 checks only where it loads adapter weights
+            raise ValueError(
+                f"'{type(me).__name__}' is sharded with tensor parallelism, so it cannot have an adapter added. Fuse "
+                "the adapter before sharding instead."
+            )
+        return getattr(type(me), name)(me, *args, **kwargs)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise type(error)(f"{error} {WAY_OUT}") from error

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardconv.conversion import pipeline_components
+from shardconv.conversion import MODEL_INDEX, pipeline_components
 from shardconv.destination import sets_in
 from shardconv.errors import SetError
 
 from .load import load_model
-from .ranks import default_device
+from .ranks import place_of, ranks_of, together
 
 
 def load_pipeline(
@@ -38,17 +39,29 @@ def load_pipeline(
     Raises:
         SetError, LoadError: as `load_model`.
     """
-    import diffusers
-
-    folder = Path(path)
-    if not (folder / "model_index.json").is_file():
-        raise SetError(f"{folder}: no model_index.json, so not a converted pipeline; use load_model for one component")
-    sharded = [name for name in pipeline_components(folder) if sets_in(folder / name) and name not in components]
-    if not sharded and not components:
-        raise SetError(f"{folder}: no component holds a converted set; run: shardconv convert --tp N SOURCE {folder}")
-    place = torch.device(device) if device is not None else default_device()
+    ranks = ranks_of(group)
+    sharded, place = together(ranks, lambda: (_sharded_components(Path(path), components), place_of(device)))[
+        ranks.rank
+    ]
     for name in sharded:
-        components[name] = load_model(folder, subfolder=name, device=place, dtype=dtype, group=group, verify=verify)
+        components[name] = load_model(path, subfolder=name, device=place, dtype=dtype, group=group, verify=verify)
     if dtype is not None:
         components["torch_dtype"] = dtype
-    return diffusers.DiffusionPipeline.from_pretrained(folder, **components).to(place)
+    return together(ranks, lambda: _assemble(path, components, place))[ranks.rank]
+
+
+def _assemble(path: str | os.PathLike[str], components: dict[str, Any], place: torch.device) -> Any:
+    import diffusers
+
+    return diffusers.DiffusionPipeline.from_pretrained(path, **components).to(place)
+
+
+def _sharded_components(folder: Path, given: Mapping[str, Any]) -> list[str]:
+    """Names of the components to load from a set: those that have one and are not `given`."""
+    if not (folder / MODEL_INDEX).is_file():
+        raise SetError(f"{folder}: no {MODEL_INDEX}, so not a converted pipeline; use load_model for one component")
+    listed = pipeline_components(folder)
+    sharded = [name for name in listed if sets_in(folder / name)]
+    if not sharded and not set(given) & set(listed):
+        raise SetError(f"{folder}: no component holds a converted set; run: shardconv convert --tp N SOURCE {folder}")
+    return [name for name in sharded if name not in given]

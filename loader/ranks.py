@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardconv.errors import LoadError, ShardconvError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,10 @@ def ranks_of(group: Any = None) -> Ranks:
                 f"group: expected a device mesh of one dim, found {group.ndim} {group.mesh_dim_names}; "
                 'give one of them, such as mesh["tp"]'
             )
-        group = group.get_group()
+        try:
+            group = group.get_group()
+        except (IndexError, RuntimeError):  # what torch raises in a process that is not in the mesh
+            raise LoadError(_outside()) from None
     if not (dist.is_available() and dist.is_initialized()):
         world = os.environ.get("WORLD_SIZE", "1")
         if group is not None or world != "1":
@@ -50,8 +56,20 @@ def ranks_of(group: Any = None) -> Ranks:
     group = group if group is not None else dist.group.WORLD
     rank = dist.get_rank(group)
     if rank < 0:
-        raise LoadError(f"group: global rank {dist.get_rank()} is not in it; load on its members only")
+        raise LoadError(_outside())
     return Ranks(rank, dist.get_world_size(group), group)
+
+
+def _outside() -> str:
+    return f"group: global rank {dist.get_rank()} is not in it; load on its members only"
+
+
+def place_of(device: torch.device | str | int | None) -> torch.device:
+    """`device` with its index; None, and an accelerator without one, is this rank's own."""
+    place = None if device is None else torch.device(device)
+    if place is None or (place.index is None and place.type != "cpu" and place.type != "meta"):
+        return default_device()
+    return place
 
 
 def default_device() -> torch.device:
@@ -92,6 +110,21 @@ def agree(ranks: Ranks, told: Any, error: Exception | None) -> list[Any]:
     if issues:
         raise LoadError(*_merge_equal(heard, issues)) from error
     return [told for told, _ in heard]
+
+
+def together(ranks: Ranks, step: Callable[[], T]) -> list[T]:
+    """Run `step` here and on every other rank; what it gave, by rank as far as it travels (this rank's as it is).
+
+    Raises as `agree` does when it fails on any rank, so that none goes on alone.
+    """
+    result, error = None, None
+    try:
+        result = step()
+    except Exception as raised:  # told to every rank, which raise it together
+        error = raised
+    told = agree(ranks, result if isinstance(result, str) else None, error)
+    told[ranks.rank] = result
+    return told
 
 
 def _reasons(error: Exception | None) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ cache is read through it, a cold one past it (direct I/O).
 
 from __future__ import annotations
 
-import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import threading
@@ -23,6 +23,7 @@ import torch
 from shardconv.dtypes import torch_dtype
 from shardconv.errors import SetError
 from shardconv.header import DATA_ALIGNMENT, FileHeader, TensorEntry
+from shardconv.pagecache import is_cached
 
 CHUNK_NBYTES = 16 << 20  # bytes read and copied at once
 READERS = 4  # threads; host memory is READERS times two chunks
@@ -70,10 +71,15 @@ def read_file(
     direct = header.data_start % DATA_ALIGNMENT == 0 and not is_cached(path)
     with _opened(path, direct) as fd:
         _read_all(fd, path, header.data_start, data, chunk)
-    return {
-        entry.name: data[entry.start : entry.end].view(torch_dtype(entry.dtype)).view(entry.shape)
-        for entry in header.tensors
-    }
+    return {entry.name: _typed(data[entry.start : entry.end], entry) for entry in header.tensors}
+
+
+def _typed(data: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """Bytes as the tensor of `entry`: a view, or a copy where they do not start on a whole element."""
+    dtype = torch_dtype(entry.dtype)
+    if data.storage_offset() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype).view(entry.shape)
 
 
 @contextmanager
@@ -127,7 +133,15 @@ def _read_chunk(fd: int, path: Path, buffer: memoryview, nbytes: int, offset: in
     done = 0
     asked = min(len(buffer), -(-nbytes // DATA_ALIGNMENT) * DATA_ALIGNMENT)
     while done < nbytes:
-        got = os.preadv(fd, [buffer[done:asked]], offset + done)
+        try:
+            got = os.preadv(fd, [buffer[done:asked]], offset + done)
+        except OSError as error:
+            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+            if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+                raise
+            # Some file systems take O_DIRECT and refuse the reads; and after a short read the rest is not aligned.
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            continue
         if got == 0:
             raise SetError(f"{path.name}: ends at byte {offset + done:,}, its header promised more; fetch it again")
         done += got
@@ -142,6 +156,8 @@ class _Ring:
         raw = [torch.empty(chunk + DATA_ALIGNMENT, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._slots = [tensor[-tensor.data_ptr() % DATA_ALIGNMENT :][:chunk] for tensor in raw]
         self._stream = torch.Stream(device) if pinned else None
+        if self._stream is not None:
+            torch.accelerator.set_stream(self._stream)  # of this reader thread, which ends with the transfer
         self._sent: list[torch.Event | None] = [None, None]
         self._next = 0
 
@@ -163,32 +179,10 @@ class _Ring:
         if self._stream is None:
             target.copy_(filled)
             return
-        with self._stream:
-            target.copy_(filled, non_blocking=True)
-            self._sent[slot] = self._stream.record_event()
+        target.copy_(filled, non_blocking=True)
+        self._sent[slot] = self._stream.record_event()
 
     def drain(self) -> None:
         """Wait until everything sent has arrived, so that buffers may go."""
         if self._stream is not None:
             self._stream.synchronize()
-
-
-def is_cached(path: Path) -> bool:
-    """Whether most of a file is in the page cache (mincore on up to 64 pages spread over it)."""
-    nbytes = path.stat().st_size
-    if nbytes == 0:
-        return True
-    libc = ctypes.CDLL(None, use_errno=True)
-    page = mmap.PAGESIZE
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ | mmap.PROT_WRITE,
-                                              flags=mmap.MAP_PRIVATE) as mapping:  # fmt: skip
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        pages = -(-nbytes // page)
-        state = (ctypes.c_ubyte * 1)()
-        spots = range(0, pages, max(1, pages // 64))
-        resident = 0
-        for spot in spots:
-            if libc.mincore(ctypes.c_void_p(address + spot * page), ctypes.c_size_t(1), state) != 0:
-                return True  # cannot tell: read through the cache, as any program would
-            resident += state[0] & 1
-    return resident * 2 > len(spots)

@@ -11,6 +11,7 @@ import xxhash
 
 from shardconv import models
 from shardconv.checkpoint import read_config
+from shardconv.cut import Cut
 from shardconv.engine import CHUNK_NBYTES
 from shardconv.errors import PlanError, SetError
 from shardconv.manifest import Manifest
@@ -32,11 +33,15 @@ def open_set(folder: Path, rank: int, size: int) -> OpenSet:
     """Check manifest, config and headers of what `rank` of `size` needs. Raises `SetError` with every fault."""
     manifest = Manifest.read(folder)
     if manifest.tp_degree != size:
-        raise SetError(f"{folder}: converted for tp degree {manifest.tp_degree}, this group has {size} ranks")
-    config, _ = read_config(folder.parent)
+        raise SetError(
+            f"{folder}: converted for tp degree {manifest.tp_degree}, this group has {size} ranks; "
+            f"run: shardconv convert --tp {size} SOURCE {folder.parent}"
+        )
+    component = folder.absolute().parent
+    config, _ = read_config(component)
     if config["_class_name"] != manifest.model_class:
         raise SetError(
-            f"{folder.parent / 'config.json'}: expected a {manifest.model_class}, found a {config['_class_name']}; "
+            f"{component / 'config.json'}: expected a {manifest.model_class}, found a {config['_class_name']}; "
             "the config is of another model"
         )
     return OpenSet(folder, manifest, config, open_files(folder, manifest, [rank]))
@@ -67,14 +72,18 @@ def check_model(opened: OpenSet, model: Any) -> Resolution:
     except PlanError as error:
         raise SetError(*issues, *error.issues) from None
     issues += [
-        f"{name}: the set cuts it as {tensor.style} {tensor.cut}, this diffusers' model wants "
-        f"{resolution.cuts.get(name)}; convert again"
+        f"{name}: the set has it {_how(tensor.cut)}, this diffusers' model wants it "
+        f"{_how(resolution.cuts.get(name, (None, None))[1])}; convert again"
         for name, tensor in stored.items()
         if resolution.cuts.get(name, (None, None))[1] != tensor.cut
     ]
     if issues:
         raise SetError(*issues)
     return resolution
+
+
+def _how(cut: Cut | None) -> str:
+    return "whole" if cut is None else f"cut on dim {cut.dim} in blocks {list(cut.block_sizes)}"
 
 
 def check_digests(opened: OpenSet, rank: int) -> None:

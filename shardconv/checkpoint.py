@@ -225,12 +225,12 @@ def leads_out(path: Path, folder: Path) -> Path | None:
     real, home = path.resolve(), folder.resolve()
     if real.is_relative_to(home):
         return None
-    # A Hub cache: <cache>/models--org--repo/snapshots/<commit>/..., with its files in <cache>/**/blobs.
-    parts = home.parts
-    if "snapshots" in parts:
-        repo = Path(*parts[: parts.index("snapshots")])
-        if repo.name.startswith("models--") and real.is_relative_to(repo.parent) and "blobs" in real.parts:
-            return None
+    # A Hub cache: CACHE/models--org--repo/snapshots/COMMIT/..., its files in the repo's or the whole cache's blobs.
+    for folder in home.parents:
+        if folder.name == "snapshots" and folder.parent.name.startswith("models--"):
+            repo = folder.parent
+            if real.is_relative_to(repo / "blobs") or real.is_relative_to(repo.parent / "blobs"):
+                return None
     return real
 
 
@@ -290,10 +290,17 @@ def match_names(checkpoint: Checkpoint, expected: Mapping[str, object], ignore: 
             issues.append(
                 f"{name}: looks like quantizer state, the model has no such tensor; convert an unquantized one"
             )
+    if missing and unexpected:
+        issues.append(f"the checkpoint has instead: {shorten(unexpected)}; are config and weights of one model?")
     wrapper = next((w for w in _WRAPPERS if missing and all(name.startswith(w) for name in unexpected)), None)
     if wrapper and unexpected:
         issues.append(f"{unexpected[0]}: every name starts with {wrapper!r}; save the model without its wrapper")
     return issues
+
+
+def shorten(names: Sequence[str], limit: int = 5) -> str:
+    """The first few of `names`, and how many more there are."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def unexpected_names(checkpoint: Checkpoint, expected: Iterable[str], ignore: Sequence[str]) -> list[str]:
@@ -333,6 +340,5 @@ def _warnings(
     extra = [name for name in names if name.endswith(suffixes) and name not in file_names]
     if extra:
         taken = selection.index or selection.single
-        shown = ", ".join(extra[:4]) + (f" and {len(extra) - 4} more" if len(extra) > 4 else "")
-        said.append(f"{folder}: {taken} decides; ignored beside it: {shown}")
+        said.append(f"{folder}: {taken} decides; ignored beside it: {shorten(extra)}")
     return tuple(said)

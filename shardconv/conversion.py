@@ -14,12 +14,22 @@ import xxhash
 
 from . import engine
 from ._version import __version__
-from .checkpoint import CONFIG_NAME, Checkpoint, match_names, open_checkpoint, refuse_file, unexpected_names
-from .destination import PartialFolder, check_space, check_target, link_files, set_folder_name, sets_in
-from .errors import CheckpointError, OutputError, PlanError, ShardconvError, UsageError
+from .checkpoint import (
+    CONFIG_NAME,
+    Checkpoint,
+    leads_out,
+    match_names,
+    open_checkpoint,
+    refuse_file,
+    shorten,
+    unexpected_names,
+)
+from .destination import PartialFolder, check_links, check_space, check_target, link_files, set_folder_name, sets_in
+from .errors import CheckpointError, OutputError, PlanError, SetError, ShardconvError, UsageError
 from .layout import ConvertPlan, file_header, plan_layout, stored_tensors
 from .manifest import MANIFEST_NAME, FileRecord, Manifest, Source, SourceFileRecord
 from .plan import Plan, parse_plan, read_plan_file
+from .sets import open_files
 
 DTYPES: Mapping[str, str] = {
     "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16", "fp32": "F32", "float32": "F32",
@@ -146,6 +156,10 @@ def convert_all(
     jobs = [_prepare(located, name, out, options) for name in components]
     for job in jobs:
         _check_siblings(job, job.manifest)
+    rest = _rest_of_pipeline(located.folder, components) if located.is_pipeline and subfolder is None else []
+    issues = check_links(located.folder, out, rest)
+    if issues:
+        raise OutputError(*issues)
     there = [_existing(job, options, new_progress) for job in jobs]
     if options.dry_run:
         return [Outcome(job.component, job.folder, job.manifest, job.warnings, False) for job in jobs]
@@ -157,8 +171,7 @@ def convert_all(
     for job, known in zip(jobs, there, strict=True):
         manifest = known or _execute(job, options.overwrite, new_progress)
         outcomes.append(Outcome(job.component, job.folder, manifest, job.warnings, known is not None))
-    if located.is_pipeline and not subfolder:
-        _link_the_rest(located.folder, out, components)
+    link_files(located.folder, out, rest)
     return outcomes
 
 
@@ -199,7 +212,7 @@ def _components(located: _Located, subfolder: str | None, options: Options) -> l
             raise UsageError(f"--subfolder: expected a folder inside the source, found {subfolder!r}")
         if not (located.folder / subfolder).is_dir():
             raise CheckpointError(f"{located.folder}: no folder {subfolder!r} in it; check --subfolder")
-        return [subfolder]
+        return [Path(subfolder).as_posix()]
     if not located.is_pipeline:
         return [""]
     if options.plan is not None:
@@ -242,9 +255,7 @@ def _prepare(located: _Located, component: str, out: Path, options: Options) -> 
 
     checkpoint = open_checkpoint(located.folder / component, options.variant)
     cls = models.model_class(checkpoint.class_name, checkpoint.config.get("_diffusers_version"))
-    class_plan = models.class_plan(cls) if options.plan is None or getattr(cls, "_tp_plan", None) else None
-    plan = options.plan or class_plan
-    assert plan is not None
+    plan = options.plan or models.class_plan(cls)
     model = models.skeleton(cls, checkpoint.config)
     expected = models.stored_tensors(model)
     aliases = _aliases(checkpoint, models.tied_names(model))
@@ -258,7 +269,7 @@ def _prepare(located: _Located, component: str, out: Path, options: Options) -> 
     if issues:
         errors.append(OutputError(*issues))
     try:
-        resolution = resolve(model, plan, options.tp, class_plan)
+        resolution = resolve(model, plan, options.tp, models.other_plan(cls))
     except PlanError as error:
         errors.append(error)
     if errors:
@@ -291,8 +302,7 @@ def _prepare(located: _Located, component: str, out: Path, options: Options) -> 
     warnings = [*checkpoint.warnings, *resolution.warnings]
     loud = unexpected_names(checkpoint, expected, models.ignored_patterns(cls))
     if loud:
-        shown = ", ".join(loud[:5]) + (f" and {len(loud) - 5} more" if len(loud) > 5 else "")
-        warnings.append(f"{checkpoint.folder}: tensors that {cls.__name__} does not have are left out: {shown}")
+        warnings.append(f"{checkpoint.folder}: tensors that {cls.__name__} does not have are left out: {shorten(loud)}")
     return _Job(component, target, checkpoint, manifest, ConvertPlan(layout, sources), tuple(warnings))
 
 
@@ -340,13 +350,16 @@ def _existing(job: _Job, options: Options, new_progress: NewProgress) -> Manifes
     there = Manifest.read(job.folder)
     wanted, found = job.manifest.settings(), there.settings()
     different = [key for key in wanted if wanted[key] != found[key]]
-    if not different and not options.dry_run:
-        progress = new_progress("compare", job.plan.read_nbytes)
-        digests = engine.digest_sources(job.plan, progress)
-        if _with_source_digests(job, digests).source.files == there.source.files:
+    if not different:
+        try:
+            open_files(job.folder, there, range(there.tp_degree))
+        except SetError as error:
+            raise OutputError(*(f"{issue}; or add --overwrite" for issue in error.issues)) from None
+        if options.dry_run:  # it reads no weights, so it cannot tell more
             return there
-    if options.dry_run:
-        return None
+        progress = new_progress("compare", job.plan.read_nbytes)
+        if _with_source_digests(job, engine.digest_sources(job.plan, progress)).source.files == there.source.files:
+            return there
     why = ", ".join(different) if different else "the source's bytes"
     raise OutputError(f"{job.folder}: holds another conversion (differs in {why}); add --overwrite to replace it")
 
@@ -418,11 +431,24 @@ def _check_tied(job: _Job, digests: Mapping[str, engine.TensorDigests]) -> None:
             )
 
 
-def _link_the_rest(folder: Path, out: Path, sharded: Sequence[str]) -> None:
-    """Everything else that belongs to the pipeline: `model_index.json`, licence and card, the other components."""
+def _rest_of_pipeline(folder: Path, sharded: Sequence[str]) -> list[str]:
+    """Everything else that belongs to the pipeline, relative to its folder: `model_index.json`, licence and card, the
+    other components. Raises `CheckpointError` for links that lead out of it."""
+    about = ("LICENSE", "README", "NOTICE")
     names = [MODEL_INDEX]
-    names += [name for name in sorted(os.listdir(folder)) if name.upper().startswith(("LICENSE", "README", "NOTICE"))]
+    names += [
+        name for name in sorted(os.listdir(folder)) if name.upper().startswith(about) and (folder / name).is_file()
+    ]
     for component in pipeline_components(folder):
         if component not in sharded and (folder / component).is_dir():
-            names += sorted(str(path.relative_to(folder)) for path in (folder / component).rglob("*") if path.is_file())
-    link_files(folder, out, names)
+            inside = (path for path in (folder / component).rglob("*") if path.is_file())
+            names += sorted(str(path.relative_to(folder)) for path in inside)
+    outside = {name: leads_out(folder / name, folder) for name in names}
+    issues = [
+        f"{name}: a link that leads out of its folder, to {real}; put the file itself there"
+        for name, real in outside.items()
+        if real is not None
+    ]
+    if issues:
+        raise CheckpointError(*issues)
+    return names

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,8 @@ from .errors import OutputError
 from .layout import REPLICATED_FILE
 from .manifest import MANIFEST_NAME
 
+_RANK_FILE = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
+
 
 def set_folder_name(tp: int) -> str:
     """Sets of several degrees stand side by side in one component folder."""
@@ -29,7 +32,7 @@ def set_folder_name(tp: int) -> str:
 
 def is_set_file(name: str) -> bool:
     """Whether a file name is one that a set consists of."""
-    return name in (MANIFEST_NAME, REPLICATED_FILE) or (name.startswith("rank-") and name.endswith(".safetensors"))
+    return name in (MANIFEST_NAME, REPLICATED_FILE) or bool(_RANK_FILE.fullmatch(name))
 
 
 def check_target(out: Path, source: Path, tp: int, config_bytes: bytes) -> list[str]:
@@ -97,20 +100,36 @@ class PartialFolder:
         self._published = False
 
     def _claim(self) -> int:
+        """Make the folder ours: a descriptor of it, locked. A folder left by a killed process is taken over."""
+        lock = -1
         try:
-            self._partial.mkdir(exist_ok=True)
+            is_new = _make_folder(self._partial)
             lock = os.open(self._partial, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise OutputError(f"{self._partial}: cannot be written ({error.strerror}); choose another OUT") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise OutputError(f"{self._partial}: another process is writing here; wait for it to end") from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.EBADF, errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-        _remove_our_files(self._partial)  # of a process that was killed
+            try:
+                locked = _lock(lock)
+            except BlockingIOError:
+                raise OutputError(f"{self._partial}: another process is writing here; wait for it to end") from None
+            if not locked and not is_new:
+                raise OutputError(
+                    f"{self._partial}: another process is writing here, or was killed; if none is, remove this folder"
+                )
+            if not os.path.samestat(os.fstat(lock), os.stat(self._partial)):
+                raise OutputError(f"{self._partial}: another process has just finished here; run again")
+            foreign = sorted(entry.name for entry in os.scandir(self._partial) if not _is_ours(entry.name))
+            if foreign:
+                raise OutputError(
+                    f"{self._partial / foreign[0]}: not a file of ours; move it away, nothing was touched"
+                )
+            _remove_our_files(self._partial)
+        except BaseException as error:
+            if lock >= 0:
+                os.close(lock)
+            _remove_folders(self._made_folders)
+            if isinstance(error, OSError) and not isinstance(error, OutputError):
+                raise OutputError(
+                    f"{self._partial}: cannot be written ({error.strerror}); choose another OUT"
+                ) from None
+            raise
         return lock
 
     def create(self, files: Mapping[str, int]) -> list[int]:
@@ -169,8 +188,7 @@ class PartialFolder:
             _remove_our_files(self._partial)
             for path in self._beside:
                 path.unlink(missing_ok=True)
-            for folder in (self._partial, *self._made_folders):
-                _remove_if_empty(folder)
+            _remove_folders([self._partial, *self._made_folders])
         os.close(self._lock)
 
 
@@ -184,17 +202,43 @@ def _make_folders(out: Path) -> list[Path]:
     return missing
 
 
-def _remove_if_empty(folder: Path) -> None:
+def _make_folder(folder: Path) -> bool:
+    """Whether it had to be made."""
     try:
-        folder.rmdir()
+        folder.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
+def _lock(fd: int) -> bool:
+    """Lock an open folder. False when this file system has no locks; `BlockingIOError` when another process has it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-            raise
+        if error.errno in (errno.ENOLCK, errno.EBADF, errno.EINVAL, errno.EOPNOTSUPP):
+            return False
+        raise
+    return True
+
+
+def _remove_folders(folders: Iterable[Path]) -> None:
+    """Those that are empty."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
+
+
+def _is_ours(name: str) -> bool:
+    return is_set_file(name) or name == CONFIG_NAME or name.startswith(WEIGHTS_STEM)
 
 
 def _remove_our_files(folder: Path) -> None:
     for entry in list(os.scandir(folder)):
-        if is_set_file(entry.name) or entry.name == CONFIG_NAME or entry.name.startswith(WEIGHTS_STEM):
+        if _is_ours(entry.name):
             os.unlink(entry.path)
 
 
@@ -234,25 +278,45 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another OUT") from None
 
 
-def link_files(source: Path, out: Path, names: Iterable[str]) -> None:
-    """Hard-link (across file systems: copy) files, given relative to `source`, into `out`; equal ones are left alone.
+def check_links(source: Path, out: Path, names: Iterable[str]) -> list[str]:
+    """Issues that forbid bringing the files `names` of `source` into `out`: a different file stands there."""
+    issues = []
+    for name in names:
+        target = out / name
+        if target.exists() and not (target.samefile(source / name) or _same_bytes(target, source / name)):
+            issues.append(f"{target}: differs from {source / name}; move it away or name another OUT")
+    return issues
 
-    Links in a Hub cache are followed, so that `out` holds files. Raises `OutputError` when a different file of that
-    name is there already.
+
+def link_files(source: Path, out: Path, names: Iterable[str]) -> None:
+    """Hard-link (across file systems: copy) files, given relative to `source`, into `out`, where they are not yet.
+
+    Links in a Hub cache are followed, so that `out` holds files. Raises `OutputError` when the target refuses.
     """
     for name in names:
         real, target = (source / name).resolve(), out / name
-        target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists():
-            if not (target.samefile(real) or _same_bytes(target, real)):
-                raise OutputError(f"{target}: differs from {source / name}; move it away or name another OUT")
             continue
         try:
-            os.link(real, target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(real, target)
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+                    raise
+                _copy(real, target)
         except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
-                raise OutputError(f"{target}: cannot be written ({error.strerror}); choose another OUT") from None
-            shutil.copyfile(real, target)
+            raise OutputError(f"{target}: cannot be written ({error.strerror}); choose another OUT") from None
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file so that `target` appears whole or not at all."""
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        shutil.copyfile(source, temporary)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _same_bytes(a: Path, b: Path) -> bool:

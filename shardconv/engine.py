@@ -22,6 +22,7 @@ from .cut import Rows, runs
 from .errors import CheckpointError
 from .header import DTYPE_BITS, nbytes_of
 from .layout import ConvertPlan, StoredTensor
+from .pagecache import start_writeback
 
 CHUNK_NBYTES = 8 << 20  # bytes read at once by a worker
 WORKERS = max(2, min(4, os.cpu_count() or 1))
@@ -58,6 +59,7 @@ class _Slice:
         self.digest.update(data)
         for i, (fd, offset) in enumerate(self.places):
             write_all(fd, data, offset)
+            start_writeback(fd, offset, data.nbytes)
             self.places[i] = fd, offset + data.nbytes
 
 
@@ -111,7 +113,9 @@ class _Workers:
 
     def buffer(self) -> memoryview:
         """This thread's chunk of memory."""
-        buffer: memoryview = self._local.__dict__.setdefault("buffer", memoryview(bytearray(CHUNK_NBYTES)))
+        if not hasattr(self._local, "buffer"):
+            self._local.buffer = memoryview(bytearray(CHUNK_NBYTES))
+        buffer: memoryview = self._local.buffer
         return buffer
 
     def each(self, tensors: Sequence[StoredTensor], work: Callable[[StoredTensor], _Result]) -> dict[str, _Result]:
@@ -209,13 +213,15 @@ def _join(tensor: StoredTensor, readers: Sequence[_Reader], whole: _Slice, tp: i
         return
     itemsize = DTYPE_BITS[tensor.dtype] // 8
     row_nbytes = rows.row_length * itemsize // tp  # of one slice
+    if rows.nr_rows * row_nbytes == 0:
+        return
     if rows.nr_rows == 1 or row_nbytes > share:
         for _ in range(rows.nr_rows):
             for rank, length in runs(rows, tp):
                 for nbytes in _chunks(length * itemsize, share):
                     whole.append(readers[rank].take(nbytes))
         return
-    per_chunk = share // max(1, row_nbytes)
+    per_chunk = share // row_nbytes
     for first in range(0, rows.nr_rows, per_chunk):
         nr_rows = min(per_chunk, rows.nr_rows - first)
         table = np.empty((nr_rows, rows.row_length * itemsize), np.uint8)
@@ -234,13 +240,15 @@ def _split(tensor: StoredTensor, stored_as: str, reader: _Reader, slices: Sequen
             slices[0].append(_cast(reader.take(nbytes), stored_as, tensor.dtype))
         return
     itemsize = DTYPE_BITS[stored_as] // 8
+    if rows.nr_rows * rows.row_length == 0:
+        return
     if rows.nr_rows == 1 or rows.row_length * itemsize > CHUNK_NBYTES:
         for _ in range(rows.nr_rows):
             for rank, length in runs(rows, tp):
                 for nbytes in _chunks(length * itemsize):
                     slices[rank].append(_cast(reader.take(nbytes), stored_as, tensor.dtype))
         return
-    per_chunk = CHUNK_NBYTES // max(1, rows.row_length * itemsize)
+    per_chunk = CHUNK_NBYTES // (rows.row_length * itemsize)
     for first in range(0, rows.nr_rows, per_chunk):
         nr_rows = min(per_chunk, rows.nr_rows - first)
         data = _cast(reader.take(nr_rows * rows.row_length * itemsize), stored_as, tensor.dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .checkpoint import CONFIG_NAME, read_index, select_files
-from .errors import CheckpointError
+from .errors import CheckpointError, ShardconvError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ def fetch(repo: str, revision: str | None, subfolder: str | None, variant: str |
     where there is no such variant. Raises `CheckpointError` when the Hub refuses.
     """
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
         info = huggingface_hub.HfApi().repo_info(repo, revision=revision)
@@ -34,13 +34,24 @@ def fetch(repo: str, revision: str | None, subfolder: str | None, variant: str |
         wanted = wanted_files(names, subfolder, variant)
         if not wanted:
             raise CheckpointError(f"{repo}: nothing to convert in {subfolder or 'the repo'}; check the name")
-        for index in [name for name in wanted if name.endswith(".index.json")]:
+        for index in [name for name in wanted if ".safetensors." in name]:
             path = Path(huggingface_hub.hf_hub_download(repo, index, revision=commit))
             prefix = index.rpartition("/")[0]
             wanted += [f"{prefix}/{name}" if prefix else name for name in sorted(set(read_index(path).values()))]
         folder = huggingface_hub.snapshot_download(repo, revision=commit, allow_patterns=sorted(set(wanted)))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        first = str(error).strip().splitlines()[0]
+    except ShardconvError:
+        raise
+    except GatedRepoError:
+        raise CheckpointError(
+            f"{repo}: the Hub says: gated; accept its terms there and log in: hf auth login"
+        ) from None
+    except RepositoryNotFoundError:
+        raise CheckpointError(
+            f"{repo}: not a folder here, and the Hub says: repository not found; check the name, or log in if it is "
+            "private: hf auth login"
+        ) from None
+    except Exception as error:  # of the network, in whatever client the Hub library uses
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{repo}: not a folder here, and the Hub says: {first}") from None
     return Snapshot(Path(folder), commit)
 

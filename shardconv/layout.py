@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .checkpoint import SourceTensor
 from .cut import Cut, Rows, rows_of
+from .errors import CheckpointError
 from .header import DTYPE_BITS, REAL_FLOATS, TensorEntry, encode_header, nbytes_of
 from .plan import REPLICATED, Style
 
@@ -108,15 +109,25 @@ def stored_tensors(
     cast_to: str | None,
     keep_fp32: Iterable[str],
 ) -> list[StoredTensor]:
-    """The tensors of the set in source order. A cast touches real floating point only; `keep_fp32` names go to F32."""
+    """The tensors of the set in source order. A cast touches real floating point only; `keep_fp32` names go to F32.
+
+    Raises `CheckpointError` for tensors to be cut whose elements do not fill bytes.
+    """
     kept = frozenset(keep_fp32)
-    result = []
+    result, issues = [], []
     for source in sources:
         name, dtype = source.entry.name, source.entry.dtype
         if cast_to and dtype in REAL_FLOATS:
             dtype = "F32" if name in kept else cast_to
         style, cut = cuts.get(name, (REPLICATED, None))
+        if cut is not None and DTYPE_BITS[dtype] % 8:
+            issues.append(
+                f"{name}: stored as {dtype}, several elements in a byte, which cannot be cut; convert an unquantized "
+                "checkpoint"
+            )
         result.append(StoredTensor(name, dtype, source.entry.shape, str(getattr(style, "value", style)), cut))
+    if issues:
+        raise CheckpointError(*issues)
     return result
 
 

@@ -15,7 +15,7 @@ import xxhash
 
 from .cut import Cut
 from .errors import SetError
-from .header import DTYPE_BITS
+from .header import DTYPE_BITS, is_astronomic
 from .layout import FORMAT_VERSION, REPLICATED_FILE, SetLayout, StoredTensor, plan_layout, rank_file_name
 from .plan import REPLICATED, Plan, Style, parse_plan, plan_to_json
 
@@ -155,15 +155,25 @@ class Manifest:
             )
         try:
             manifest = _from_json(document)
+            consistent = _is_consistent(manifest)
+        except RecursionError:
+            raise SetError(f"{where}: not a well-formed manifest (nested too deep); fetch or convert again") from None
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SetError(
                 f"{where}: not a well-formed manifest ({type(error).__name__}: {error}); fetch or convert again"
             ) from None
-        expected = [(file.name, file.rank, file.nbytes) for file in manifest.layout().files]
-        found = [(file.name, file.rank, file.nbytes) for file in manifest.files]
-        if expected != found or manifest.identity() != manifest.conversion_id:
+        if not consistent:
             raise SetError(f"{where}: contradicts itself, so it was edited or damaged; fetch or convert again")
         return manifest
+
+
+def _is_consistent(manifest: Manifest) -> bool:
+    """Whether files, layout and conversion id bear each other out."""
+    found = [(file.name, file.rank, file.nbytes) for file in manifest.files]
+    if len(found) not in (manifest.tp_degree, manifest.tp_degree + 1):
+        return False
+    expected = [(file.name, file.rank, file.nbytes) for file in manifest.layout().files]
+    return expected == found and manifest.identity() == manifest.conversion_id
 
 
 def _compact(value: object) -> str:
@@ -259,6 +269,8 @@ def _tensor_from_json(raw: Any, tp: int) -> StoredTensor:
     if dtype not in DTYPE_BITS:
         raise ValueError(f"{name}: unknown dtype {dtype!r}")
     shape = tuple(map(_count, _expect(raw["shape"], list)))
+    if is_astronomic(shape):
+        raise ValueError(f"{name}: a shape of more elements than there can be")
     if style != REPLICATED:
         Style(style)
     if "dim" not in raw:

@@ -51,7 +51,7 @@ def merge(
     """
     folder, out = any_set(Path(path)), Path(out)
     manifest = Manifest.read(folder)
-    _, config_bytes = read_config(folder.parent)
+    _, config_bytes = read_config(folder.absolute().parent)
     files = open_files(folder, manifest, range(manifest.tp_degree))
     weights = _weight_files(manifest.tensors, max_shard_nbytes)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -46,6 +46,14 @@ def class_plan(cls: Any) -> Plan:
     return parse_plan(raw, f"{cls.__name__}._tp_plan")
 
 
+def other_plan(cls: Any) -> Plan | None:
+    """The class's own plan, beside a plan that somebody gave; None when there is none that we understand."""
+    try:
+        return class_plan(cls)
+    except PlanError:
+        return None
+
+
 def has_plan(library: str, name: str) -> bool:
     """Whether a pipeline component (`library`, class name of model_index.json) is a model with a `_tp_plan`."""
     import diffusers

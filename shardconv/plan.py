@@ -92,7 +92,8 @@ def _parse_rule(value: object) -> Rule:
             raise ValueError(f'expected {{"style": ..., "blocks": [...]}}, found the keys {sorted(map(str, value))}')
         rule = Rule(_parse_style(value["style"]), _parse_blocks(value.get("blocks")))
         if rule.blocks is not None and not rule.style.is_packed:
-            raise ValueError(f"style {rule.style.value!r} takes no blocks; use packed_{rule.style.value}")
+            packed = Style.PACKED_COLWISE if rule.style.dim == 0 else Style.PACKED_ROWWISE
+            raise ValueError(f"style {rule.style.value!r} takes no blocks; use {packed.value}")
         return rule
     return Rule(_parse_style(value))
 
@@ -130,7 +131,7 @@ def read_plan_file(path: str | os.PathLike[str]) -> Plan:
         raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
     except OSError as error:
         raise PlanError(f"{path}: cannot read the plan file ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{path}: expected a JSON object of module pattern to style ({error})") from None
     return parse_plan(raw, str(path))
 

@@ -18,8 +18,10 @@ from .heads import head_counts, owners, unknown_heads
 from .models import tied_names
 from .plan import Plan, Rule, Style
 
-# Norms of queries and keys by the names diffusers uses; over all heads they need statistics summed over ranks.
-_QK_NORMS = ("norm_q", "norm_k", "q_norm", "k_norm", "norm_added_q", "norm_added_k")
+# Parts of names by which diffusers' classes tell norms of queries and keys (norm_q, k_norm, norm_added_q, ln_q) from
+# others. Over all heads such a norm needs statistics summed over ranks.
+_QUERY_OR_KEY = frozenset({"q", "k", "v", "qk", "query", "key", "value"})
+_NORM = ("norm", "ln")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class PlannedModule:
 
     name: str
     pattern: str  # the plan's key
-    scope: str  # the block that the pattern's `*` stands for, "" for the model itself
+    scope: str  # the block it is in: an element of the outermost `nn.ModuleList`, "" when in none
     style: Style
     cut: Cut  # of the weight
 
@@ -37,7 +39,7 @@ class PlannedModule:
 class Resolution:
     """A plan resolved against one model. Parameters that `cuts` lacks are replicated."""
 
-    modules: tuple[PlannedModule, ...]  # in the model's own order
+    modules: tuple[PlannedModule, ...]  # in the model's own order; one that stands in several places is there once
     cuts: Mapping[str, tuple[Style, Cut | None]]  # parameter -> style, cut (None: whole on every rank)
     warnings: tuple[str, ...]
 
@@ -56,7 +58,7 @@ def resolve(model: Any, plan: Plan, tp: int, class_plan: Plan | None = None) -> 
     """
     found = _Findings()
     modules = _match(model, plan, found)
-    _check_fused(model, modules, plan, class_plan, found)
+    _check_fused(model, modules, class_plan, found)
     if not found.issues:
         found.issues += _check_degree(model, modules, tp)
         found.issues += _check_pairs(modules)
@@ -66,7 +68,8 @@ def resolve(model: Any, plan: Plan, tp: int, class_plan: Plan | None = None) -> 
     found.issues += _check_ties(model, cuts)
     if found.issues:
         raise PlanError(*found.issues)
-    return Resolution(tuple(modules), cuts, tuple(found.warnings))
+    unique = {id(model.get_submodule(module.name)): module for module in reversed(modules)}
+    return Resolution(tuple(reversed(unique.values())), cuts, tuple(found.warnings))
 
 
 def _match(model: Any, plan: Plan, found: _Findings) -> list[PlannedModule]:
@@ -78,26 +81,25 @@ def _match(model: Any, plan: Plan, found: _Findings) -> list[PlannedModule]:
         except ValueError as error:
             found.issues.append(f"plan key {pattern!r}: {error}")
             continue
-        missing = [name for name, _, module in targets if module is None]
+        missing = [name for name, module in targets if module is None]
         if missing:
             found.issues.append(
                 f"plan key {pattern!r}: matches nothing in {len(missing)} of {len(targets)} places, the first is "
                 f"{missing[0]}; correct the key"
             )
             continue
-        for name, scope, module in targets:
-            if id(module) in claimed:
+        for name, module in targets:
+            if claimed.setdefault(id(module), pattern) != pattern:
                 found.issues.append(
                     f"{name}: named by two plan keys, {claimed[id(module)]!r} and {pattern!r}; keep one"
                 )
                 break
-            claimed[id(module)] = pattern
             try:
-                modules.append(_planned(name, scope, module, pattern, rule))
+                modules.append(_planned(model, name, module, pattern, rule))
             except ValueError as error:
                 found.issues.append(f"{name}: {error}{_others(len(targets) - 1, pattern)}")
                 break
-    order = {name: position for position, (name, _) in enumerate(model.named_modules())}
+    order = {name: position for position, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
     return sorted(modules, key=lambda module: order[module.name])
 
 
@@ -105,15 +107,15 @@ def _others(nr: int, pattern: str) -> str:
     return f" (likewise {nr} more of {pattern!r})" if nr else ""
 
 
-def _targets(model: Any, pattern: str) -> Iterator[tuple[str, str, Any]]:
-    """(name, scope, module or None) of each place that `pattern` names."""
+def _targets(model: Any, pattern: str) -> Iterator[tuple[str, Any]]:
+    """(name, module or None) of each place that `pattern` names."""
     from torch.nn import ModuleList
 
     atoms = pattern.split(".")
     if pattern.count("*") > 1:
         raise ValueError(f"expected at most one '*', found {pattern.count('*')}; write one key for each list")
     if "*" not in pattern:
-        yield pattern, "", _submodule(model, atoms)
+        yield pattern, _submodule(model, atoms)
         return
     if "*" not in atoms:
         raise ValueError("expected '*' as a whole name between dots")
@@ -124,8 +126,7 @@ def _targets(model: Any, pattern: str) -> Iterator[tuple[str, str, Any]]:
         kind = "nothing" if container is None else type(container).__name__
         raise ValueError(f"expected an nn.ModuleList before '*', {prefix or 'the model itself'} is {kind}")
     for position, block in enumerate(container):
-        scope = f"{prefix}.{position}"
-        yield ".".join([scope, *atoms[star + 1 :]]), scope, _submodule(block, atoms[star + 1 :])
+        yield ".".join([prefix, str(position), *atoms[star + 1 :]]), _submodule(block, atoms[star + 1 :])
 
 
 def _submodule(module: Any, atoms: Sequence[str]) -> Any:
@@ -134,7 +135,18 @@ def _submodule(module: Any, atoms: Sequence[str]) -> Any:
     return module
 
 
-def _planned(name: str, scope: str, module: Any, pattern: str, rule: Rule) -> PlannedModule:
+def _scope(model: Any, name: str) -> str:
+    """The block that the module `name` is in."""
+    from torch.nn import ModuleList
+
+    atoms = name.split(".")
+    for length in range(1, len(atoms)):
+        if isinstance(_submodule(model, atoms[:length]), ModuleList):
+            return ".".join(atoms[: length + 1])
+    return ""
+
+
+def _planned(model: Any, name: str, module: Any, pattern: str, rule: Rule) -> PlannedModule:
     from torch.nn import Linear
 
     if not isinstance(module, Linear):
@@ -143,7 +155,7 @@ def _planned(name: str, scope: str, module: Any, pattern: str, rule: Rule) -> Pl
     total = module.weight.shape[dim]
     if total == 0:
         raise ValueError(f"dim {dim} has no elements, nothing can be cut; take it out of the plan")
-    return PlannedModule(name, pattern, scope, rule.style, Cut(dim, _block_sizes(module, rule, total)))
+    return PlannedModule(name, pattern, _scope(model, name), rule.style, Cut(dim, _block_sizes(module, rule, total)))
 
 
 def _block_sizes(module: Any, rule: Rule, total: int) -> tuple[int, ...]:
@@ -173,26 +185,29 @@ def _blocks_attribute(style: Style) -> str:
 
 
 def _parameter_cuts(model: Any, planned: PlannedModule) -> Iterator[tuple[str, tuple[Style, Cut | None]]]:
-    """Every parameter of a planned module. Cut on dim 0, whatever has the weight's rows is cut with them (bias,
+    """Every stored tensor of a planned module. Cut on dim 0, whatever has the weight's rows is cut with them (bias,
     per-channel scale); cut on dim 1, all but the weight stays whole."""
     module = model.get_submodule(planned.name)
-    for name, parameter in module.named_parameters(recurse=False):
-        by_rows = planned.cut.dim == 0 and parameter.ndim > 0 and parameter.shape[0] == module.weight.shape[0]
+    stored = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if "." not in name}
+    for name, tensor in stored.items():
+        by_rows = planned.cut.dim == 0 and tensor.ndim > 0 and tensor.shape[0] == module.weight.shape[0]
         yield f"{planned.name}.{name}", (planned.style, planned.cut if by_rows or name == "weight" else None)
 
 
-def _check_fused(
-    model: Any, modules: Sequence[PlannedModule], plan: Plan, class_plan: Plan | None, found: _Findings
-) -> None:
-    for pattern in dict.fromkeys(module.pattern for module in modules if not module.style.is_packed):
-        first = next(module for module in modules if module.pattern == pattern)
-        packed = (class_plan or {}).get(pattern)
-        if hasattr(model.get_submodule(first.name), _blocks_attribute(first.style)) or (
-            packed and packed.style.is_packed
+def _check_fused(model: Any, modules: Sequence[PlannedModule], class_plan: Plan | None, found: _Findings) -> None:
+    """A layer that the class packs, cut plainly: warned about, once for each plan key."""
+    packed = {module.name for module in _match(model, class_plan or {}, _Findings()) if module.style.is_packed}
+    warned: set[str] = set()
+    for module in modules:
+        plain = not module.style.is_packed and module.pattern not in warned
+        if plain and (
+            module.name in packed or hasattr(model.get_submodule(module.name), _blocks_attribute(module.style))
         ):
+            warned.add(module.pattern)
+            meant = Style.PACKED_COLWISE if module.style.dim == 0 else Style.PACKED_ROWWISE
             found.warnings.append(
-                f"{first.name}: a fused layer cut as {plan[pattern].style.value}, so that ranks pair parts of "
-                f"different blocks; packed_{plan[pattern].style.value} is almost certainly meant"
+                f"{module.name}: a fused layer cut as {module.style.value}, so that ranks pair parts of different "
+                f"blocks; {meant.value} is almost certainly meant"
             )
 
 
@@ -284,13 +299,26 @@ def _check_attention(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
 
 
 def _norm_issue(child: str, module: Any, widths: set[int]) -> str | None:
-    weight = getattr(module, "weight", None)
-    if child in _QK_NORMS and weight is not None and weight.ndim == 1 and weight.shape[0] in widths:
+    words = child.lower().split("_")
+    is_norm = any(word.startswith(_NORM) for word in words) and not _QUERY_OR_KEY.isdisjoint(words)
+    if "pre" in words:  # of the projection's input, which is whole
+        return None
+    if is_norm and not _normalized_widths(module).isdisjoint(widths):
         return (
             "a norm across all heads of a sharded projection; a rank would take the statistics of its own heads only, "
             "which is quietly wrong; this is not supported yet, leave the attention out of the plan"
         )
     return None
+
+
+def _normalized_widths(module: Any) -> set[int]:
+    """How many elements a norm goes over, as far as it says: by its weight, or as torch and diffusers name it."""
+    weight = getattr(module, "weight", None)
+    stated = [weight.shape[0]] if weight is not None and weight.ndim == 1 else []
+    for attribute in ("normalized_shape", "dim"):
+        shape = getattr(module, attribute, None)
+        stated += [shape] if isinstance(shape, int) else [shape[-1]] if shape else []
+    return set(stated)
 
 
 def _gate_issue(name: str, module: Any, planned: Sequence[str], heads: set[int], widths: set[int]) -> str | None:

@@ -88,7 +88,7 @@ def _read_header(path: Path, layout: FileLayout, record: FileRecord, manifest: M
 def _about(path: Path, header: FileHeader) -> dict[str, Any]:
     try:
         about = json.loads(header.metadata["shardconv"])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, RecursionError):
         about = None
     if not isinstance(about, dict):
         raise SetError(f"{path.name}: not a file of a converted set; fetch or convert the set again")

@@ -249,9 +249,10 @@ def _init_group(job: _Job, rank: int) -> None:
     import torch.distributed as dist
 
     store = dist.FileStore(str(Path(job.folder, "store")), job.n)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=job.n, timeout=timedelta(seconds=max(1.0, job.timeout * 0.8))
-    )
+    limit = timedelta(seconds=max(1.0, job.timeout * 0.8))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.n, timeout=limit)
+    store.set(f"ready {rank}", "")
+    store.wait([f"ready {each}" for each in range(job.n)], limit)  # or a quick rank could leave while others connect
 
 
 def same(outcomes: Sequence[Outcome]) -> Outcome:

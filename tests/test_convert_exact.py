@@ -37,7 +37,7 @@ TP = pytest.mark.parametrize("tp", DEGREES)
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Each small model as an ordinary sharded diffusers folder, every parameter in a dtype of its own kind."""
+    """Each small model as an ordinary sharded diffusers folder; flux2 in bf16, the others in fp32."""
     folders = {}
     for name in small_models.NAMES:
         folder = tmp_path_factory.mktemp(name)

@@ -48,11 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         args.run(args)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("shardconv: stopped; nothing half-done is left behind", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of stdout went away, e.g. head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
         if os.environ.get("SHARDCONV_DEBUG") == "1":

@@ -1,0 +1,113 @@
+"""Warm the page cache with this rank's files while Python is still importing torch. Standard library only.
+
+    import loader; loader.prefetch("out")                       # first line of a serving script; returns at once
+    torchrun --nproc-per-node 4 -m loader.prefetch out -- serve.py
+
+Nothing is checked here: a file that is missing or damaged is `load_model`'s to report.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+CHUNK_NBYTES = 8 << 20  # bytes read at once, and the memory of one thread
+THREADS = 2  # enough to keep a disk busy; more only take turns with the imports
+
+
+def prefetch(
+    path: str | os.PathLike[str],
+    *,
+    subfolder: str | None = None,
+    rank: int | None = None,
+    size: int | None = None,
+) -> threading.Thread:
+    """Begin reading what this rank will load from `path`: an output folder, a component folder or one set (`tp4`).
+
+    `rank` and `size` are those of the group that shares the model; None takes torchrun's RANK and WORLD_SIZE. Ranks of
+    one node read their part of the replicated file each. Returns at once, with the thread that ends when all is read.
+    """
+    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+    size = int(os.environ.get("WORLD_SIZE", "1")) if size is None else size
+    spans = list(_spans(Path(path) / (subfolder or ""), rank, size))
+    thread = threading.Thread(target=_read_spans, args=(spans,), name="loader-prefetch", daemon=True)
+    thread.start()
+    return thread
+
+
+def _spans(folder: Path, rank: int, size: int) -> Iterator[tuple[Path, int, int]]:
+    """(file, start, exclusive end) in bytes of what to read, in the order in which loading wants it."""
+    local, nr_local = (
+        int(os.environ.get(key, default)) for key, default in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+    )
+    for set_folder in _sets(folder, size):
+        mine = set_folder / f"rank-{rank:05d}-of-{size:05d}.safetensors"
+        shared = set_folder / "replicated.safetensors"
+        if mine.is_file():
+            yield mine, 0, mine.stat().st_size
+        if shared.is_file():
+            nbytes = shared.stat().st_size
+            yield shared, nbytes * local // nr_local, nbytes * (local + 1) // nr_local
+
+
+def _sets(folder: Path, size: int) -> list[Path]:
+    """`folder` itself, its `tpN`, or the `tpN` of each of its components; whichever there is."""
+    if (folder / "shardconv.json").is_file():
+        return [folder]
+    inside = folder / f"tp{size}"
+    if inside.is_dir():
+        return [inside]
+    return sorted(path for path in folder.glob(f"*/tp{size}") if path.is_dir())
+
+
+def _read_spans(spans: list[tuple[Path, int, int]]) -> None:
+    pieces = [
+        (path, offset, min(offset + CHUNK_NBYTES, end))
+        for path, start, end in spans
+        for offset in range(start, end, CHUNK_NBYTES)
+    ]
+    todo, lock = iter(pieces), threading.Lock()
+
+    def read_some() -> None:
+        buffer = memoryview(bytearray(CHUNK_NBYTES))
+        files: dict[Path, int] = {}
+        try:
+            while True:
+                with lock:
+                    piece = next(todo, None)
+                if piece is None:
+                    return
+                path, start, end = piece
+                if path not in files:
+                    files[path] = os.open(path, os.O_RDONLY)
+                os.preadv(files[path], [buffer[: end - start]], start)
+        except OSError:
+            return  # loading meets the same fault and says so
+        finally:
+            for fd in files.values():
+                os.close(fd)
+
+    threads = [threading.Thread(target=read_some, daemon=True) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def main(argv: list[str]) -> None:
+    """`PATH -- SCRIPT [ARGS...]`: prefetch PATH and run the script as if it had been started itself."""
+    if len(argv) < 3 or argv[1] != "--":
+        sys.exit("usage: python -m loader.prefetch PATH -- SCRIPT [ARGS ...]\n"
+                 "example: torchrun --nproc-per-node 4 -m loader.prefetch out -- serve.py")  # fmt: skip
+    prefetch(argv[0])
+    sys.argv = argv[2:]
+    sys.path[0] = str(Path(argv[2]).resolve().parent)
+    runpy.run_path(argv[2], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
