@@ -322,7 +322,7 @@ def check_equal(who: str, found: Mapping[str, str], expected: Mapping[str, str])
 def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
     """Which checkpoint, where, and how many rounds."""
     parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="scratch folder, kept for the next run")
-    parser.add_argument("--model", default="flux", help="as in make_checkpoint.py, or small-NAME for a few MB")
+    parser.add_argument("--model", default="flux", help="as in make_checkpoint.py; small-NAME for a few MB")
     parser.add_argument("--gb", type=float, default=5.0)
     parser.add_argument("--files", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=6)
@@ -337,8 +337,10 @@ def checkpoint(args: argparse.Namespace) -> Path:
         say(f"making {folder.name}")
         partial = args.work / f".{folder.name}"
         shutil.rmtree(partial, ignore_errors=True)
-        if args.model.startswith("small-"):
-            run_child(python(HERE / "oracle.py", "small", args.model.removeprefix("small-"), partial))
+        small, _, name = args.model.partition("-")
+        if small in ("small", "small32"):
+            dtype = "bfloat16" if small == "small" else "float32"
+            run_child(python(HERE / "oracle.py", "small", name, partial, dtype))
         else:
             asked = ["--model", args.model, "--gb", args.gb, "--files", args.files]
             run_child(python(HERE / "make_checkpoint.py", partial, *asked))

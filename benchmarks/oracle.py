@@ -1,7 +1,7 @@
 """The answer that every contestant must give: each tensor cut with torch, by the specs that diffusers itself resolves.
 
     python benchmarks/oracle.py expect SOURCE TP        # digests by rank, as JSON
-    python benchmarks/oracle.py small NAME OUT          # a small model's checkpoint, for tiny runs
+    python benchmarks/oracle.py small NAME OUT DTYPE    # a small model's checkpoint, for tiny runs
 
 Nothing of shardconv's slicing takes part. The scripted conversion of bench_convert.py cuts with the same function.
 """
@@ -73,15 +73,15 @@ def expect(source: Path, tp: int) -> dict[str, Any]:
     return {"ranks": ranks, "replicated": replicated}
 
 
-def make_small(name: str, out: Path) -> None:
-    """The small model `name` in bf16, saved as diffusers saves it, in a few files."""
+def make_small(name: str, out: Path, dtype: str) -> None:
+    """The small model `name`, saved as diffusers saves it, in a few files."""
     from shardconv import small_models
 
-    small_models.build(name).to(torch.bfloat16).save_pretrained(out, max_shard_size="1MB")
+    small_models.build(name).to(getattr(torch, dtype)).save_pretrained(out, max_shard_size="1MB")
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "expect":
         print(json.dumps(expect(Path(sys.argv[2]), int(sys.argv[3]))))
     else:
-        make_small(sys.argv[2], Path(sys.argv[3]))
+        make_small(sys.argv[2], Path(sys.argv[3]), sys.argv[4])

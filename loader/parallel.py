@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -163,22 +162,26 @@ def _mark_parallel(model: nn.Module, ranks: Ranks) -> None:
     except ImportError:
         from diffusers.models._modeling_parallel import ParallelConfig, TensorParallelConfig
 
-    model._parallel_config = ParallelConfig(tensor_parallel_config=TensorParallelConfig(tp_degree=ranks.size))
+    config = ParallelConfig(tensor_parallel_config=TensorParallelConfig(tp_degree=ranks.size))
+    model._parallel_config = config
+    # Refusals speak for an empty model of the class: bound to `model` itself they would be a reference cycle, and its
+    # memory would stay until the garbage collector comes by.
+    empty = type(model).__new__(type(model))
+    nn.Module.__init__(empty)
+    empty._parallel_config = config
     for name in _REFUSED:
-        if hasattr(type(model), name):
-            setattr(model, name, functools.partial(_refused, weakref.ref(model), name))
+        if hasattr(empty, name):
+            setattr(model, name, functools.partial(_refused, empty, name))
 
 
-def _refused(model: weakref.ref[nn.Module], name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method that diffusers refuses on a sharded model, and add our way out to what it says. The model is
-    referred to weakly: in a cycle it would keep its memory until the garbage collector comes by."""
-    me = model()
+def _refused(empty: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
+    """Have diffusers refuse a method on a sharded model, and add our way out to what it says."""
     try:
         if name == "add_adapter":  # diffusers 0.42.1 checks only where it loads adapter weights
             raise ValueError(
-                f"'{type(me).__name__}' is sharded with tensor parallelism, so it cannot have an adapter added. Fuse "
-                "the adapter before sharding instead."
+                f"'{type(empty).__name__}' is sharded with tensor parallelism, so it cannot have an adapter added. "
+                "Fuse the adapter before sharding instead."
             )
-        return getattr(type(me), name)(me, *args, **kwargs)
+        getattr(type(empty), name)(empty, *args, **kwargs)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise type(error)(f"{error} {WAY_OUT}") from error

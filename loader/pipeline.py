@@ -40,9 +40,8 @@ def load_pipeline(
         SetError, LoadError: as `load_model`.
     """
     ranks = ranks_of(group)
-    sharded, place = together(ranks, lambda: (_sharded_components(Path(path), components), place_of(device)))[
-        ranks.rank
-    ]
+    sharded = together(ranks, lambda: _sharded_components(Path(path), components))[ranks.rank]
+    place = together(ranks, lambda: place_of(device))[ranks.rank]
     for name in sharded:
         components[name] = load_model(path, subfolder=name, device=place, dtype=dtype, group=group, verify=verify)
     if dtype is not None:

@@ -96,6 +96,7 @@ class PartialFolder:
         self._made_folders = _make_folders(folder.parent)
         self._lock = self._claim()
         self._fds: list[int] = []
+        self._names: list[str] = []  # of the files behind `_fds`
         self._beside: list[Path] = []  # files written outside the folder
         self._published = False
 
@@ -138,6 +139,7 @@ class PartialFolder:
             path = self._partial / name
             try:
                 self._fds.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+                self._names.append(name)
                 if nbytes:
                     os.posix_fallocate(self._fds[-1], 0, nbytes)
             except OSError as error:
@@ -155,8 +157,10 @@ class PartialFolder:
 
     def publish(self, last: Mapping[str, bytes], overwrite: bool = False) -> None:
         """Make everything durable, write the files `last`, and give the folder its name in one step."""
-        for fd in self._fds:
+        for fd, name in zip(self._fds, self._names, strict=True):
             os.fsync(fd)
+            if not os.path.samestat(os.fstat(fd), os.stat(self._partial / name)):  # locks that only pretend
+                raise OutputError(f"{self._partial / name}: replaced by another process; run again when it has ended")
         for name, data in last.items():
             with open(self._partial / name, "xb") as file:
                 file.write(data)
