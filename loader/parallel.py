@@ -22,7 +22,9 @@ from .linear import make_local
 from .ranks import Ranks, ranks_of, together
 
 WAY_OUT = "The ordinary checkpoint comes back with: shardconv merge SET OUT"
-_REFUSED = ("save_pretrained", "load_lora_adapter", "add_adapter", "enable_group_offload", "enable_parallelism")
+_REFUSED = ("save_pretrained", "load_lora_adapter", "enable_group_offload", "enable_parallelism")
+# What diffusers 0.42.1 does not check: it looks only where it loads adapter weights, and creates a repo before it saves.
+_UNCHECKED = {"add_adapter": "have an adapter added; fuse it before sharding", "push_to_hub": "be pushed"}
 _SAMPLE_NBYTES = 4096  # bytes at either end of a parameter by which ranks compare their models
 
 
@@ -169,7 +171,7 @@ def _mark_parallel(model: nn.Module, ranks: Ranks) -> None:
     empty = type(model).__new__(type(model))
     nn.Module.__init__(empty)
     empty._parallel_config = config
-    for name in _REFUSED:
+    for name in (*_REFUSED, *_UNCHECKED):
         if hasattr(empty, name):
             setattr(model, name, functools.partial(_refused, empty, name))
 
@@ -177,10 +179,9 @@ def _mark_parallel(model: nn.Module, ranks: Ranks) -> None:
 def _refused(empty: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
     """Have diffusers refuse a method on a sharded model, and add our way out to what it says."""
     try:
-        if name == "add_adapter":  # diffusers 0.42.1 checks only where it loads adapter weights
+        if name in _UNCHECKED:
             raise ValueError(
-                f"'{type(empty).__name__}' is sharded with tensor parallelism, so it cannot have an adapter added. "
-                "Fuse the adapter before sharding instead."
+                f"'{type(empty).__name__}' is sharded with tensor parallelism, so it cannot {_UNCHECKED[name]}."
             )
         getattr(type(empty), name)(empty, *args, **kwargs)
     except (ValueError, RuntimeError, NotImplementedError) as error:

@@ -84,7 +84,7 @@ def default_device() -> torch.device:
     index = 0 if visible == 1 and "LOCAL_WORLD_SIZE" not in os.environ else local
     if visible == 1 and local > 0:
         raise LoadError(
-            f"LOCAL_RANK is {local} but one accelerator is visible; give each rank its own, or pass device= yourself"
+            f"LOCAL_RANK is {local} but one accelerator is visible; give each rank its own, or pass device="cuda:0"
         )
     if index >= visible:
         raise LoadError(f"LOCAL_RANK is {local} but {visible} accelerators are visible; start fewer ranks on this node")
