@@ -23,7 +23,7 @@ from .ranks import Ranks, ranks_of, together
 
 WAY_OUT = "The ordinary checkpoint comes back with: shardconv merge SET OUT"
 _REFUSED = ("save_pretrained", "load_lora_adapter", "enable_group_offload", "enable_parallelism")
-# What diffusers 0.42.1 does not check: it looks only where it loads adapter weights, and creates a repo before it saves.
+# What diffusers 0.42.1 does not check: it looks only where it loads adapter weights, and makes a repo before it saves.
 _UNCHECKED = {"add_adapter": "have an adapter added; fuse it before sharding", "push_to_hub": "be pushed"}
 _SAMPLE_NBYTES = 4096  # bytes at either end of a parameter by which ranks compare their models
 

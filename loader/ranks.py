@@ -81,17 +81,15 @@ def default_device() -> torch.device:
         return torch.device("cpu")
     visible = torch.accelerator.device_count()
     local = int(os.environ.get("LOCAL_RANK", "0"))
-    index = 0 if visible == 1 and "LOCAL_WORLD_SIZE" not in os.environ else local
-    if visible == 1 and local > 0:
+    if local >= visible:
         raise LoadError(
-            f"LOCAL_RANK is {local} but one accelerator is visible; give each rank its own, or pass device="cuda:0"
+            f"LOCAL_RANK is {local} but {visible} accelerator(s) are visible; start fewer ranks on this node, or, where "
+            'each process sees only its own, pass device="cuda:0"'
         )
-    if index >= visible:
-        raise LoadError(f"LOCAL_RANK is {local} but {visible} accelerators are visible; start fewer ranks on this node")
-    torch.accelerator.set_device_index(index)
+    torch.accelerator.set_device_index(local)
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
-    return torch.device(accelerator.type, index)
+    return torch.device(accelerator.type, local)
 
 
 def agree(ranks: Ranks, told: Any, error: Exception | None) -> list[Any]:
