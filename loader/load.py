@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,12 +16,14 @@ from shardconv.dtypes import torch_dtype
 from shardconv.errors import LoadError, SetError, UsageError
 from shardconv.header import REAL_FLOATS
 from shardconv.manifest import Manifest
+from shardconv.pagecache import is_cached
 
 from .locate import find_set
 from .parallel import apply, check_layers
+from .prefetch import read_ahead
 from .ranks import Ranks, place_of, ranks_of, together
 from .transfer import map_file, read_file
-from .validate import check_digests, check_model, open_set
+from .validate import OpenSet, check_digests, check_model, open_set
 
 
 def load_model(
@@ -86,16 +90,14 @@ def _load_rank(
     """This rank's model and the id of its conversion; no other rank is waited for."""
     opened = open_set(find_set(path, subfolder, ranks.size), ranks.rank, ranks.size)
     manifest = opened.manifest
-    cls = models.model_class(manifest.model_class, opened.config.get("_diffusers_version"))
-    model = models.skeleton(cls, opened.config, _building_dtype(manifest, dtype))
-    resolution = check_model(opened, model)
-    check_layers(model, resolution.modules)
-    if verify:
-        check_digests(opened, ranks.rank)
-    tensors: dict[str, torch.Tensor] = {}
-    for file in opened.files:
-        loaded = map_file(file.path, file.header) if device.type == "cpu" else read_file(file.path, file.header, device)
-        tensors |= loaded
+    with _reading(opened, device) as take:
+        cls = models.model_class(manifest.model_class, opened.config.get("_diffusers_version"))
+        model = models.skeleton(cls, opened.config, _building_dtype(manifest, dtype))
+        resolution = check_model(opened, model)
+        check_layers(model, resolution.modules)
+        if verify:
+            check_digests(opened, ranks.rank)
+        tensors = take()
     if dtype is not None:
         tensors = _cast(tensors, dtype, models.keep_in_fp32(cls))
     _attach(model, tensors, device)
@@ -103,6 +105,24 @@ def _load_rank(
         apply(model, resolution.modules, ranks)
     model.register_to_config(_name_or_path=os.fspath(path))
     return model, manifest.conversion_id
+
+
+@contextmanager
+def _reading(opened: OpenSet, device: torch.device) -> Iterator[Callable[[], dict[str, torch.Tensor]]]:
+    """Bytes move while the model's skeleton is built; the value gives the tensors of this rank's files by name."""
+    if device.type == "cpu":
+        cold = [file.path for file in opened.files if not is_cached(file.path)]
+        if cold:
+            read_ahead(cold)
+        yield lambda: {k: v for file in opened.files for k, v in map_file(file.path, file.header).items()}
+        return
+    with ThreadPoolExecutor(1, "loader-transfer") as executor:
+        pending = [executor.submit(read_file, file.path, file.header, device) for file in opened.files]
+        try:
+            yield lambda: {k: v for future in pending for k, v in future.result().items()}
+        finally:
+            for future in pending:
+                future.cancel()
 
 
 def _building_dtype(manifest: Manifest, dtype: torch.dtype | None) -> torch.dtype:

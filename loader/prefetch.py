@@ -12,7 +12,7 @@ import os
 import runpy
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 CHUNK_NBYTES = 8 << 20  # bytes read at once, and the memory of one thread
@@ -33,25 +33,28 @@ def prefetch(
     """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     size = int(os.environ.get("WORLD_SIZE", "1")) if size is None else size
-    spans = list(_spans(Path(path) / (subfolder or ""), rank, size))
+    files = []
+    for folder in _sets(Path(path) / (subfolder or ""), size):
+        names = (f"rank-{rank:05d}-of-{size:05d}.safetensors", "replicated.safetensors")
+        files += [folder / name for name in names if (folder / name).is_file()]
+    return read_ahead(files)
+
+
+def read_ahead(files: Iterable[Path]) -> threading.Thread:
+    """Begin reading `files`, of `replicated.safetensors` this rank's share among those of its node; see `prefetch`."""
+    spans = [(path, *_share(path)) for path in files]
     thread = threading.Thread(target=_read_spans, args=(spans,), name="loader-prefetch", daemon=True)
     thread.start()
     return thread
 
 
-def _spans(folder: Path, rank: int, size: int) -> Iterator[tuple[Path, int, int]]:
-    """(file, start, exclusive end) in bytes of what to read, in the order in which loading wants it."""
-    local, nr_local = (
-        int(os.environ.get(key, default)) for key, default in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
-    )
-    for set_folder in _sets(folder, size):
-        mine = set_folder / f"rank-{rank:05d}-of-{size:05d}.safetensors"
-        shared = set_folder / "replicated.safetensors"
-        if mine.is_file():
-            yield mine, 0, mine.stat().st_size
-        if shared.is_file():
-            nbytes = shared.stat().st_size
-            yield shared, nbytes * local // nr_local, nbytes * (local + 1) // nr_local
+def _share(path: Path) -> tuple[int, int]:
+    """(start, exclusive end) in bytes of what this rank reads of a file."""
+    nbytes = path.stat().st_size
+    if path.name != "replicated.safetensors":
+        return 0, nbytes
+    local, nr_local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return nbytes * local // nr_local, nbytes * (local + 1) // nr_local
 
 
 def _sets(folder: Path, size: int) -> list[Path]:

@@ -83,8 +83,8 @@ def default_device() -> torch.device:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if local >= visible:
         raise LoadError(
-            f"LOCAL_RANK is {local} but {visible} accelerator(s) are visible; start fewer ranks on this node, or, where "
-            'each process sees only its own, pass device="cuda:0"'
+            f"LOCAL_RANK is {local} but {visible} accelerator(s) are visible; start fewer ranks on this node, or, "
+            'where each process sees only its own, pass device="cuda:0"'
         )
     torch.accelerator.set_device_index(local)
     accelerator = torch.accelerator.current_accelerator()
