@@ -16,6 +16,7 @@ from . import engine
 from ._version import __version__
 from .checkpoint import (
     CONFIG_NAME,
+    WEIGHTS_STEM,
     Checkpoint,
     leads_out,
     match_names,
@@ -28,6 +29,7 @@ from .destination import PartialFolder, check_links, check_space, check_target, 
 from .errors import CheckpointError, OutputError, PlanError, SetError, ShardconvError, UsageError
 from .layout import ConvertPlan, file_header, plan_layout, stored_tensors
 from .manifest import MANIFEST_NAME, FileRecord, Manifest, Source, SourceFileRecord
+from .pagecache import ReadAhead, is_cached
 from .plan import Plan, parse_plan, read_plan_file
 from .sets import open_files
 
@@ -35,6 +37,7 @@ DTYPES: Mapping[str, str] = {
     "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16", "fp32": "F32", "float32": "F32",
 }  # fmt: skip
 MODEL_INDEX = "model_index.json"
+READ_AHEAD_NBYTES = 6 * 1000**3  # what a disk gives while Python imports; more could push out what is needed first
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +155,10 @@ def convert_all(
         raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {options.dtype!r}")
     out = Path(out)
     located = _locate(source, subfolder, revision, options.variant)
-    components = _components(located, subfolder, options)
-    jobs = [_prepare(located, name, out, options) for name in components]
+    cold = _cold_weights(located.folder, subfolder)
+    with ReadAhead(cold, 0 if options.dry_run else READ_AHEAD_NBYTES):
+        components = _components(located, subfolder, options)
+        jobs = [_prepare(located, name, out, options) for name in components]
     for job in jobs:
         _check_siblings(job, job.manifest)
     rest = _rest_of_pipeline(located.folder, components) if located.is_pipeline and subfolder is None else []
@@ -169,10 +174,17 @@ def convert_all(
         raise OutputError(*issues)
     outcomes = []
     for job, known in zip(jobs, there, strict=True):
-        manifest = known or _execute(job, options.overwrite, new_progress)
+        manifest = known or _execute(job, options.overwrite, cold, new_progress)
         outcomes.append(Outcome(job.component, job.folder, manifest, job.warnings, known is not None))
     link_files(located.folder, out, rest)
     return outcomes
+
+
+def _cold_weights(folder: Path, subfolder: str | None) -> list[Path]:
+    """Weight files that are probably converted and not in memory: read while torch and diffusers are imported."""
+    places = [folder / subfolder] if subfolder else [folder, *folder.glob("transformer*")]
+    paths = [path for place in places for path in sorted(place.glob(f"{WEIGHTS_STEM}*.safetensors"))]
+    return [path for path in paths if path.is_file() and not is_cached(path)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,13 +402,13 @@ def _check_siblings(job: _Job, manifest: Manifest) -> None:
             raise OutputError(f"{folder}: was converted from other weights than these; name another OUT")
 
 
-def _execute(job: _Job, overwrite: bool, new_progress: NewProgress) -> Manifest:
+def _execute(job: _Job, overwrite: bool, cold: Sequence[Path], new_progress: NewProgress) -> Manifest:
     layout = job.plan.layout
     progress = new_progress("convert", job.plan.read_nbytes)
     try:
         with PartialFolder(job.folder) as partial:
             outputs = partial.create({file.name: file.nbytes for file in layout.files})
-            digests = engine.run(job.plan, outputs, progress)
+            digests = engine.run(job.plan, outputs, progress, cold)
             _check_tied(job, digests)
             manifest = _with_source_digests(job, {name: each.source for name, each in digests.items()})
             _check_siblings(job, manifest)

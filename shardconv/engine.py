@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from .cut import Rows, runs
 from .errors import CheckpointError
 from .header import DTYPE_BITS, nbytes_of
 from .layout import ConvertPlan, StoredTensor
-from .pagecache import start_writeback
+from .pagecache import drop, start_writeback
 
 CHUNK_NBYTES = 8 << 20  # bytes read at once by a worker
 WORKERS = max(2, min(4, os.cpu_count() or 1))
@@ -125,8 +125,16 @@ class _Workers:
                 self.fds[path] = os.open(path, os.O_RDONLY)
                 stack.callback(os.close, self.fds[path])
             executor = stack.enter_context(ThreadPoolExecutor(WORKERS, "shardconv"))
+
+            def stopping(tensor: StoredTensor) -> _Result:
+                try:
+                    return work(tensor)
+                except BaseException:
+                    self.stop.set()
+                    raise
+
             try:
-                futures = {tensor.name: executor.submit(work, tensor) for tensor in tensors}
+                futures = {tensor.name: executor.submit(stopping, tensor) for tensor in tensors}
                 wait(futures.values(), return_when=FIRST_EXCEPTION)
             finally:
                 self.stop.set()  # does nothing to work that is done; ends what goes on after an error or Ctrl-C
@@ -138,8 +146,11 @@ class _Workers:
             return {name: future.result() for name, future in futures.items()}
 
 
-def run(plan: ConvertPlan, outputs: Sequence[int], progress: Progress) -> Mapping[str, TensorDigests]:
-    """Carry out `plan`. `outputs` are writable file descriptors, one for each file of the layout.
+def run(
+    plan: ConvertPlan, outputs: Sequence[int], progress: Progress, cold: Collection[Path] = ()
+) -> Mapping[str, TensorDigests]:
+    """Carry out `plan`. `outputs` are writable file descriptors, one for each file of the layout; `cold` are source
+    files that need not stay in memory once they are used.
 
     Returns the digests by tensor name. Memory: WORKERS times two chunks. Raises `CheckpointError` when a source file
     changes under the reader, `OSError` when the system refuses a read or a write; nothing is retried.
@@ -152,6 +163,8 @@ def run(plan: ConvertPlan, outputs: Sequence[int], progress: Progress) -> Mappin
         slices = [_Slice([place]) for place in places] if tensor.cut else [_Slice(places)]
         reader = _Reader(workers, extents[tensor.name], workers.buffer())
         _split(tensor, plan.sources[tensor.name].entry.dtype, reader, slices, plan.layout.tp)
+        if extents[tensor.name].path in cold:
+            drop(workers.fds[extents[tensor.name].path], extents[tensor.name].offset, extents[tensor.name].nbytes)
         return TensorDigests(reader.digest.hexdigest(), tuple(each.digest.hexdigest() for each in slices))
 
     return workers.each(plan.layout.tensors, work)

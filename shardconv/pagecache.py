@@ -6,9 +6,12 @@ import contextlib
 import ctypes
 import mmap
 import os
+import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_READ_NBYTES = 8 << 20  # bytes read at once
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: start writing these dirty pages, do not wait
 
 
@@ -23,6 +26,31 @@ def drop(fd: int, offset: int, nbytes: int) -> None:
     """Give the pages of bytes that will not be needed again back to the system."""
     with contextlib.suppress(OSError):
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+class ReadAhead:
+    """Reads the first bytes of files into memory, in a thread, until left. A context manager."""
+
+    def __init__(self, paths: Iterable[Path], limit: int) -> None:
+        """`limit`: how many bytes to read at most, of all files together."""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(list(paths), limit), name="shardconv-read-ahead")
+
+    def _run(self, paths: Sequence[Path], left: int) -> None:
+        buffer = bytearray(_READ_NBYTES)
+        with contextlib.suppress(OSError):  # whoever reads for real meets the same fault and says so
+            for path in paths:
+                with open(path, "rb", buffering=0) as file:
+                    while left > 0 and not self._stop.is_set() and (got := file.readinto(buffer)):
+                        left -= got
+
+    def __enter__(self) -> ReadAhead:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stop.set()
+        self._thread.join()
 
 
 def is_cached(path: Path) -> bool:
