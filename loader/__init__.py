@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .readahead import prefetch
+
 if TYPE_CHECKING:
     from .load import load_model as load_model
     from .parallel import parallelize as parallelize
     from .pipeline import load_pipeline as load_pipeline
-    from .prefetch import prefetch as prefetch
 
 __all__ = ["load_model", "load_pipeline", "parallelize", "prefetch"]
 
-_HOME = {"load_model": "load", "load_pipeline": "pipeline", "parallelize": "parallel", "prefetch": "prefetch"}
+_HOME = {"load_model": "load", "load_pipeline": "pipeline", "parallelize": "parallel"}
 
 
 def __getattr__(name: str) -> Any:
@@ -27,6 +28,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'loader' has no attribute {name!r}")
     from importlib import import_module
 
-    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
-    globals()[name] = value  # also where the import has just put a module of the same name
-    return value
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)

@@ -20,8 +20,8 @@ from shardconv.pagecache import is_cached
 
 from .locate import find_set
 from .parallel import apply, check_layers
-from .prefetch import read_ahead
 from .ranks import Ranks, place_of, ranks_of, together
+from .readahead import read_ahead
 from .transfer import map_file, read_file
 from .validate import OpenSet, check_digests, check_model, open_set
 

@@ -6,10 +6,9 @@ import os
 import re
 from pathlib import Path
 
-from shardconv.checkpoint import WEIGHTS_STEM
+from shardconv.checkpoint import MANIFEST_NAME, WEIGHTS_STEM
 from shardconv.destination import set_folder_name, sets_in
 from shardconv.errors import SetError
-from shardconv.manifest import MANIFEST_NAME
 
 
 def find_set(path: str | os.PathLike[str], subfolder: str | None, size: int) -> Path:

@@ -11,10 +11,11 @@ import torch
 
 from shardconv.conversion import MODEL_INDEX, pipeline_components
 from shardconv.destination import sets_in
-from shardconv.errors import SetError
+from shardconv.errors import SetError, UsageError
 
 from .load import load_model
-from .ranks import place_of, ranks_of, together
+from .parallel import WAY_OUT
+from .ranks import Ranks, place_of, ranks_of, together
 
 
 def load_pipeline(
@@ -37,8 +38,11 @@ def load_pipeline(
     ranks gives a wrong image without an error.
 
     Raises:
-        SetError, LoadError: as `load_model`.
+        SetError, LoadError, UsageError: as `load_model`.
     """
+    for name, instead in (("torch_dtype", "dtype"), ("subfolder", "load_model")):
+        if name in components:
+            raise UsageError(f"{name}: not an option here; use {instead}")
     ranks = ranks_of(group)
     sharded = together(ranks, lambda: _sharded_components(Path(path), components))[ranks.rank]
     place = together(ranks, lambda: place_of(device))[ranks.rank]
@@ -46,17 +50,29 @@ def load_pipeline(
         components[name] = load_model(path, subfolder=name, device=place, dtype=dtype, group=group, verify=verify)
     if dtype is not None:
         components["torch_dtype"] = dtype
-    return together(ranks, lambda: _assemble(path, components, place))[ranks.rank]
+    return together(ranks, lambda: _assemble(path, components, place, ranks))[ranks.rank]
 
 
-def _assemble(path: str | os.PathLike[str], components: dict[str, Any], place: torch.device) -> Any:
+def _assemble(path: str | os.PathLike[str], components: dict[str, Any], place: torch.device, ranks: Ranks) -> Any:
     import diffusers
 
-    return diffusers.DiffusionPipeline.from_pretrained(path, **components).to(place)
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(path, **components).to(place)
+    if ranks.size > 1 and hasattr(pipeline, "load_lora_weights"):
+        pipeline.load_lora_weights = _refuse_lora
+    return pipeline
+
+
+def _refuse_lora(*args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        "the pipeline is sharded with tensor parallelism, so it cannot have LoRA weights loaded; fuse them into the "
+        f"ordinary checkpoint before converting. {WAY_OUT}"
+    )
 
 
 def _sharded_components(folder: Path, given: Mapping[str, Any]) -> list[str]:
     """Names of the components to load from a set: those that have one and are not `given`."""
+    if not folder.is_dir():
+        raise SetError(f"{folder}: no such folder; give the folder that shardconv convert wrote")
     if not (folder / MODEL_INDEX).is_file():
         raise SetError(f"{folder}: no {MODEL_INDEX}, so not a converted pipeline; use load_model for one component")
     listed = pipeline_components(folder)

@@ -67,8 +67,11 @@ def _outside() -> str:
 def place_of(device: torch.device | str | int | None) -> torch.device:
     """`device` with its index; None, and an accelerator without one, is this rank's own."""
     place = None if device is None else torch.device(device)
-    if place is None or (place.index is None and place.type != "cpu" and place.type != "meta"):
-        return default_device()
+    if place is None or (place.index is None and place.type != "cpu"):
+        own = default_device()
+        if place is not None and place.type != own.type:
+            raise LoadError(f"device: {place.type!r} was asked for, this process sees {own.type!r} only; leave it out")
+        return own
     return place
 
 
@@ -106,7 +109,8 @@ def agree(ranks: Ranks, told: Any, error: Exception | None) -> list[Any]:
     dist.all_gather_object(heard, (told, _reasons(error)), group=ranks.group)
     issues = [f"rank {rank}: {reason}" for rank, (_, reasons) in enumerate(heard) for reason in reasons]
     if issues:
-        raise LoadError(*_merge_equal(heard, issues)) from error
+        # A fault we know needs no second traceback; one we do not know does.
+        raise LoadError(*_merge_equal(heard, issues)) from (None if isinstance(error, ShardconvError) else error)
     return [told for told, _ in heard]
 
 

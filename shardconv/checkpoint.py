@@ -17,6 +17,7 @@ from .errors import CheckpointError
 from .header import FileHeader, TensorEntry
 
 CONFIG_NAME = "config.json"
+MANIFEST_NAME = "shardconv.json"  # of a converted set
 WEIGHTS_STEM = "diffusion_pytorch_model"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
@@ -101,8 +102,17 @@ def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
     return config, raw
 
 
+def _is_converted(folder: Path, names: Sequence[str]) -> bool:
+    return MANIFEST_NAME in names or any((folder / name / MANIFEST_NAME).is_file() for name in names)
+
+
+_CONVERTED = "{}: a converted set; convert its source, or get the ordinary checkpoint back with: shardconv merge"
+
+
 def _no_config(folder: Path) -> str:
     names = _names(folder)
+    if _is_converted(folder, names):
+        return _CONVERTED.format(folder)
     if LORA_FILE in names:
         return f"{folder}: holds a LoRA ({LORA_FILE}), not a model; fuse it into its base model first (fuse_lora)"
     single = [name for name in names if name.endswith((".safetensors", *_PICKLE_SUFFIXES))]
@@ -314,6 +324,8 @@ def unexpected_names(checkpoint: Checkpoint, expected: Iterable[str], ignore: Se
 
 
 def _no_weights(folder: Path, names: Sequence[str], variant: str | None) -> str:
+    if _is_converted(folder, names):
+        return _CONVERTED.format(folder)
     if LORA_FILE in names:
         return f"{folder}: holds a LoRA ({LORA_FILE}), not a model; fuse it into its base model first (fuse_lora)"
     for suffixes, what in ((_PICKLE_SUFFIXES, "pickled"), (_FOREIGN_SUFFIXES, "foreign-format")):

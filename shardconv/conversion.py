@@ -16,6 +16,7 @@ from . import engine
 from ._version import __version__
 from .checkpoint import (
     CONFIG_NAME,
+    MANIFEST_NAME,
     WEIGHTS_STEM,
     Checkpoint,
     leads_out,
@@ -28,7 +29,7 @@ from .checkpoint import (
 from .destination import PartialFolder, check_links, check_space, check_target, link_files, set_folder_name, sets_in
 from .errors import CheckpointError, OutputError, PlanError, SetError, ShardconvError, UsageError
 from .layout import ConvertPlan, file_header, plan_layout, stored_tensors
-from .manifest import MANIFEST_NAME, FileRecord, Manifest, Source, SourceFileRecord
+from .manifest import FileRecord, Manifest, Source, SourceFileRecord
 from .pagecache import ReadAhead, is_cached
 from .plan import Plan, parse_plan, read_plan_file
 from .sets import open_files
@@ -79,7 +80,7 @@ def convert(
     subfolder: str | None = None,
     variant: str | None = None,
     revision: str | None = None,
-    dtype: str | None = None,
+    dtype: Any = None,
     plan: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     self_contained: bool = False,
     overwrite: bool = False,
@@ -96,8 +97,8 @@ def convert(
         subfolder: take this component alone.
         variant: weight files of this variant (`fp16`, `bf16`), as in `from_pretrained`.
         revision: branch, tag or commit of a Hub repo.
-        dtype: `bf16`, `fp16` or `fp32`; casts real floating point only and keeps the class's `_keep_in_fp32_modules` in
-            fp32. None stores what the source has, unchanged.
+        dtype: `bf16`, `fp16`, `fp32` or torch's dtype; casts real floating point only and keeps the class's
+            `_keep_in_fp32_modules` in fp32. None stores what the source has, unchanged.
         plan: a plan file or the map it would hold; None takes the class's `_tp_plan`.
         self_contained: write replicated tensors into each rank's file instead of once into a shared one.
         overwrite: replace a set of the same degree, in one step.
@@ -110,7 +111,8 @@ def convert(
         UsageError, CheckpointError, PlanError, OutputError: before work starts where that is possible, with every fault
             found; nothing is left behind. Advice that does not stop the work comes as `ShardconvWarning`.
     """
-    options = Options(tp, variant, dtype, _as_plan(plan), self_contained, overwrite, dry_run)
+    name = None if dtype is None else str(dtype).removeprefix("torch.")
+    options = Options(tp, variant, name, _as_plan(plan), self_contained, overwrite, dry_run)
     outcomes = convert_all(source, out, options, subfolder=subfolder, revision=revision)
     for text in [text for outcome in outcomes for text in outcome.warnings]:
         python_warnings.warn(text, ShardconvWarning, stacklevel=2)
@@ -151,6 +153,8 @@ def convert_all(
     """As `convert`, with an outcome for each sharded component. All components are checked before one is written."""
     if options.tp < 1:
         raise UsageError(f"--tp: expected a positive number of ranks, found {options.tp}")
+    if Path(source).is_dir() and Path(source).resolve() in Path(out).resolve().parents:
+        raise OutputError(f"{out}: lies inside the source {source}, which stays as it is; name another OUT")
     if options.dtype is not None and options.dtype not in DTYPES:
         raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {options.dtype!r}")
     out = Path(out)
@@ -204,6 +208,8 @@ def _locate(
     source: str | os.PathLike[str], subfolder: str | None, revision: str | None, variant: str | None
 ) -> _Located:
     path = Path(source)
+    if path.exists() and revision is not None:
+        raise UsageError(f"--revision: of a Hub repo; {path} is here, a revision cannot be chosen; leave it out")
     if path.is_dir():
         return _Located(path, None, None)
     if path.is_file():

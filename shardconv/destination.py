@@ -17,10 +17,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from .checkpoint import CONFIG_NAME, WEIGHTS_STEM
+from .checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM
 from .errors import OutputError
 from .layout import REPLICATED_FILE
-from .manifest import MANIFEST_NAME
 
 _RANK_FILE = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
 
@@ -41,6 +40,8 @@ def check_target(out: Path, source: Path, tp: int, config_bytes: bytes) -> list[
         return [f"{out}: expected a folder to write into, found a file; name another OUT"]
     if out.resolve() == source.resolve():
         return [f"{out}: is the source itself; name another OUT, the source stays as it is"]
+    if out.resolve() in source.resolve().parents:
+        return [f"{out}: holds the source {source}; name another OUT, best a new folder"]
     issues = []
     config = out / CONFIG_NAME
     if config.exists() and config.read_bytes() != config_bytes:

@@ -13,13 +13,12 @@ from typing import Any
 
 import xxhash
 
+from .checkpoint import MANIFEST_NAME
 from .cut import Cut
 from .errors import SetError
 from .header import DTYPE_BITS, is_astronomic
 from .layout import FORMAT_VERSION, REPLICATED_FILE, SetLayout, StoredTensor, plan_layout, rank_file_name
 from .plan import REPLICATED, Plan, Style, parse_plan, plan_to_json
-
-MANIFEST_NAME = "shardconv.json"
 
 
 @dataclass(frozen=True, slots=True)

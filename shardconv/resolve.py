@@ -61,9 +61,12 @@ def resolve(model: Any, plan: Plan, tp: int, class_plan: Plan | None = None) -> 
     _check_fused(model, modules, class_plan, found)
     if not found.issues:
         found.issues += _check_degree(model, modules, tp)
-        found.issues += _check_pairs(modules)
+        unpaired = _check_pairs(modules)
+        found.issues += unpaired
         if tp > 1:
             found.issues += _check_attention(model, modules)
+        if not unpaired:
+            found.issues += _check_whole(model, modules)
     cuts = {name: spec for module in modules for name, spec in _parameter_cuts(model, module)}
     found.issues += _check_ties(model, cuts)
     if found.issues:
@@ -195,19 +198,21 @@ def _parameter_cuts(model: Any, planned: PlannedModule) -> Iterator[tuple[str, t
 
 
 def _check_fused(model: Any, modules: Sequence[PlannedModule], class_plan: Plan | None, found: _Findings) -> None:
-    """A layer that the class packs, cut plainly: warned about, once for each plan key."""
-    packed = {module.name for module in _match(model, class_plan or {}, _Findings()) if module.style.is_packed}
+    """A layer cut in other blocks than the class itself has for it: warned about, once for each plan key."""
+    own = {module.name: module.cut for module in _match(model, class_plan or {}, _Findings())}
     warned: set[str] = set()
     for module in modules:
-        plain = not module.style.is_packed and module.pattern not in warned
-        if plain and (
-            module.name in packed or hasattr(model.get_submodule(module.name), _blocks_attribute(module.style))
-        ):
+        stored = getattr(model.get_submodule(module.name), _blocks_attribute(module.style), None)
+        meant = Cut(module.cut.dim, tuple(stored)) if stored else own.get(module.name, module.cut)
+        if meant.dim == module.cut.dim and meant != module.cut and module.pattern not in warned:
             warned.add(module.pattern)
-            meant = Style.PACKED_COLWISE if module.style.dim == 0 else Style.PACKED_ROWWISE
+            packed = Style.PACKED_COLWISE if meant.dim == 0 else Style.PACKED_ROWWISE
+            if module.style.is_packed:
+                how, right = f"a layer cut in blocks {list(module.cut.block_sizes)}", f"{list(meant.block_sizes)}"
+            else:
+                how, right = f"a fused layer cut as {module.style.value}", packed.value
             found.warnings.append(
-                f"{module.name}: a fused layer cut as {module.style.value}, so that ranks pair parts of different "
-                f"blocks; {meant.value} is almost certainly meant"
+                f"{module.name}: {how}, so that ranks pair parts of different blocks; {right} is almost certainly meant"
             )
 
 
@@ -296,6 +301,32 @@ def _check_attention(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
                 seen.add(child)
                 issues.append(f"{owner}.{child}: {text}")
     return issues
+
+
+def _check_whole(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
+    """Attentions of which a plan names some projections and forgets others; each forgotten name once."""
+    names = [module.name for module in modules]
+    issues: dict[str, str] = {}
+    for owner in owners([module.name for module in modules if module.style.dim == 0]):
+        for child in _left_out(owner, model.get_submodule(owner), names):
+            issues.setdefault(
+                child,
+                f"{owner}.{child}: not in the plan, while other projections of the same attention are; queries, keys, "
+                "values and outputs of one attention are sharded together or not at all",
+            )
+    return list(issues.values())
+
+
+def _left_out(owner: str, parent: Any, planned: Sequence[str]) -> list[str]:
+    """Projections of an attention, relative to `owner`, that a plan forgot: it names some query, key or value."""
+    from torch.nn import Linear
+
+    linears = [name for name, module in parent.named_modules() if isinstance(module, Linear)]
+    inputs = [name for name in linears if "." not in name and not _QUERY_OR_KEY.isdisjoint(name.split("_"))]
+    if not any(f"{owner}.{name}" in planned for name in inputs):
+        return []
+    outputs = [name for name in linears if "out" in name.partition(".")[0].split("_")]
+    return [name for name in inputs + outputs if f"{owner}.{name}" not in planned]
 
 
 def _norm_issue(child: str, module: Any, widths: set[int]) -> str | None:

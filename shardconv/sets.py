@@ -10,12 +10,12 @@ from typing import Any
 
 import xxhash
 
-from .checkpoint import leads_out
+from .checkpoint import MANIFEST_NAME, leads_out
 from .destination import sets_in
 from .errors import SetError, ShardconvError
 from .header import FileHeader
 from .layout import FORMAT_VERSION, FileLayout, file_header
-from .manifest import MANIFEST_NAME, FileRecord, Manifest
+from .manifest import FileRecord, Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,16 @@ def any_set(path: Path) -> Path:
     if (path / MANIFEST_NAME).is_file():
         return path
     sets = sets_in(path)
+    if not path.is_dir():
+        raise SetError(f"{path}: no such folder; give the folder that shardconv convert wrote")
     if not sets:
-        raise SetError(f"{path}: no converted set in it; give the folder that shardconv convert wrote, or its tpN")
+        inner = sorted(child.name for child in path.iterdir() if child.is_dir() and sets_in(child))
+        where = f"it is in {', '.join(inner)}; give {path / inner[0]}" if inner else "give a folder that convert wrote"
+        raise SetError(f"{path}: no converted set in it; {where}")
+    casts = {degree: Manifest.read(folder).cast_to or "as stored" for degree, folder in sets.items()}
+    if len(set(casts.values())) > 1:
+        listed = ", ".join(f"tp{degree} ({cast})" for degree, cast in casts.items())
+        raise SetError(f"{path}: several sets of different dtypes, {listed}; name one of these folders")
     return next(iter(sets.values()))
 
 

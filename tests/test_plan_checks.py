@@ -113,7 +113,8 @@ def test_c2_blocks_are_cut_each_on_its_own(tmp_path: Path, monkeypatch: pytest.M
     plan = {key.replace("*", str(i)): style for key, style in PLAN.items() for i in range(2)}
     plan["blocks.0.ff.proj"] = {"style": "packed_colwise", "blocks": [1, 1]}
     plan["blocks.1.ff.proj"] = {"style": "packed_colwise", "blocks": [1, 1, 1, 3, 6]}
-    convert(tmp_path / "in", tmp_path / "out", tp=2, plan=plan)
+    with pytest.warns(ShardconvWarning, match=r"a layer cut in blocks"):  # other ones than T's class has
+        convert(tmp_path / "in", tmp_path / "out", tp=2, plan=plan)
     for rank, state in enumerate(toys.rank_states(tmp_path / "out" / "tp2")):
         gate_up = state["blocks.0.ff.proj.weight"]
         assert torch.equal(gate_up, torch.tensor([1.0] * (FFN // 4) + [-1.0] * (FFN // 4))[:, None].expand(-1, INNER))
@@ -562,3 +563,23 @@ def test_warnings_of_a_plan_reach_the_caller_and_the_terminal(
     capsys.readouterr()
     assert toys.main(toys.arguments(tmp_path / "in", tmp_path / "out", tp=4)) == 0
     assert capsys.readouterr().err.startswith("warning: blocks.0.ff.proj: a fused layer cut as colwise")
+
+
+def test_c2_blocks_that_the_class_does_not_have_are_warned_about() -> None:
+    """Blocks on a layer that the class cuts whole, or other blocks than its own, give a warning that names both."""
+    gated = PLAN | {"blocks.*.ff.proj": PackedColwiseParallel([1, 1])}
+    (warning,) = resolve_toy(gated, class_plan=PLAN)
+    assert re.fullmatch(r"blocks\.0\.ff\.proj: a layer cut in blocks .*; \[\d+\] is almost certainly meant", warning)
+    thirds = PLAN | {"blocks.*.ff.proj": PackedColwiseParallel([1, 2])}
+    (warning,) = resolve_toy(thirds, class_plan=gated)
+    assert re.fullmatch(r"blocks\.0\.ff\.proj: a layer cut in .*; \[\d+, \d+\] is almost certainly meant", warning)
+
+
+@pytest.mark.parametrize("forgotten", ["to_k", "to_v"])
+def test_c15_an_attention_is_planned_whole_or_not_at_all(forgotten: str) -> None:
+    """Queries without their keys or values would be of other heads: the forgotten projection is named, once."""
+    plan = {key: style for key, style in PLAN.items() if not key.endswith(forgotten)}
+    (issue,) = issues_of(plan)
+    assert issue.startswith(
+        f"blocks.0.attn.{forgotten}: not in the plan, while other projections of the same attention"
+    )

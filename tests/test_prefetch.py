@@ -67,11 +67,11 @@ def test_ranks_of_a_node_share_the_replicated_file(tmp_path: Path, monkeypatch: 
 
 
 def test_it_stays_a_function() -> None:
-    """`loader.prefetch` is the function, also once the module of that name has been imported."""
-    first = loader.prefetch
-    importlib.import_module("loader.prefetch")
-    assert loader.prefetch is first
-    assert callable(first)
+    """`loader.prefetch(...)` works whatever has been imported, also the module of that name."""
+    for name in ("loader.load", "loader.prefetch"):
+        importlib.import_module(name)
+        assert callable(loader.prefetch)
+        loader.prefetch("nowhere").join(10)
 
 
 @pytest.mark.parametrize("path", ["nowhere", "a-file"])
