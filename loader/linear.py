@@ -28,8 +28,14 @@ class RowwiseLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (the name nn.Linear uses)
         partial = F.linear(input, self.weight, self.bias if self.adds_bias else None)
-        total = torch.ops._c10d_functional.all_reduce_(partial, "sum", self.group_name)  # in place: nobody else has it
-        summed: torch.Tensor = torch.ops._c10d_functional.wait_tensor(total)
+        if torch.is_grad_enabled() and partial.requires_grad:
+            raise RuntimeError(
+                "a sharded model has no gradients, each rank would get its own wrong ones; run it under torch.no_grad()"
+            )
+        collectives = torch.ops._c10d_functional
+        # In place, as nobody else has `partial`; the compiler wants the functional one and makes it in place itself.
+        reduce = collectives.all_reduce if torch.compiler.is_compiling() else collectives.all_reduce_
+        summed: torch.Tensor = collectives.wait_tensor(reduce(partial, "sum", self.group_name))
         return summed
 
 
@@ -37,8 +43,11 @@ class RowwiseSplitInputLinear(RowwiseLinear):
     """A rowwise `Linear` whose input arrives whole, `[..., in]`; each rank takes its part of the last dim."""
 
     first: int  # index of the first input feature that this rank holds
+    whole_features: int  # of the input
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        if input.shape[-1] != self.whole_features:  # seen by every rank, or some would wait for the others in vain
+            raise RuntimeError(f"expected a whole input of {self.whole_features} features, found {input.shape[-1]}")
         return super().forward(input.narrow(-1, self.first, self.in_features))
 
 
@@ -56,3 +65,4 @@ def make_local(linear: nn.Linear, style: Style, rank: int, tp: int, group_name: 
     linear.__dict__.update(group_name=group_name, adds_bias=rank == 0)
     if isinstance(linear, RowwiseSplitInputLinear):
         linear.first = rank * linear.in_features
+        linear.whole_features = tp * linear.in_features

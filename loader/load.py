@@ -61,12 +61,13 @@ def load_model(
         nonlocal model
         _check_dtype(dtype)
         model, conversion_id = _load_rank(path, subfolder, place_of(device), dtype, ranks, verify)
-        return conversion_id
+        return f"{conversion_id} as {dtype or 'stored'}"
 
     ids = together(ranks, load)
     if len(set(ids)) > 1:
         raise LoadError(
-            f"{path}: the ranks found different conversions ({', '.join(map(str, ids))}); give every node the same set"
+            f"{path}: the ranks load different things ({', '.join(map(str, ids))}); give every node the same set and "
+            "every rank the same dtype"
         )
     assert model is not None
     return model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import xxhash
 from torch import nn
 
 from shardconv.cut import Cut
-from shardconv.errors import LoadError, PlanError, UsageError
+from shardconv.errors import LoadError, PlanError, ShardconvWarning, UsageError
 from shardconv.heads import local_attributes
 from shardconv.models import class_plan, other_plan
 from shardconv.plan import Plan, parse_plan, read_plan_file
@@ -51,10 +52,10 @@ def parallelize(
     """
     ranks = ranks_of(group)
     resolution = together(ranks, lambda: _resolve(model, tp, plan, ranks))[ranks.rank]
-    if len(set(together(ranks, lambda: _fingerprint(model)))) > 1:
+    if len(set(together(ranks, lambda: _fingerprint(model, resolution)))) > 1:
         raise LoadError(
-            f"{type(model).__name__}: the ranks hold different weights, so that their slices would not fit together; "
-            "load the same checkpoint on every rank, or seed them alike"
+            f"{type(model).__name__}: the ranks hold different weights, configs or plans, so that their slices would "
+            "not fit together; load the same checkpoint on every rank, or seed them alike, and give every rank one plan"
         )
 
     def change() -> None:
@@ -63,6 +64,8 @@ def parallelize(
             apply(model, resolution.modules, ranks)
 
     together(ranks, change)
+    for text in resolution.warnings:
+        warnings.warn(text, ShardconvWarning, stacklevel=2)
     return model.eval().requires_grad_(False)
 
 
@@ -99,10 +102,11 @@ def _check_plain(model: nn.Module) -> None:
         raise PlanError(f"{name}: {meta[0]} is on the meta device; load the weights first")
 
 
-def _fingerprint(model: nn.Module) -> str:
-    """Tells two models apart by both ends of every parameter; random weights differ there."""
-    digest = xxhash.xxh3_128()
-    for name, parameter in model.named_parameters():
+def _fingerprint(model: nn.Module, resolution: Resolution) -> str:
+    """Tells two models and plans apart: by config, cuts, and both ends of every parameter and buffer."""
+    config = {key: value for key, value in getattr(model, "config", {}).items() if not key.startswith("_")}
+    digest = xxhash.xxh3_128(repr((sorted(config.items()), resolution.modules)).encode())
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         flat = parameter.detach().reshape(-1)
         nr = _SAMPLE_NBYTES // parameter.element_size()
         sample = torch.cat([flat[:nr], flat[-nr:]]).cpu().view(torch.uint8)
@@ -119,11 +123,15 @@ def take_slice(tensor: torch.Tensor, cut: Cut, rank: int, tp: int) -> torch.Tens
 
 def _slice_parameters(model: nn.Module, cuts: Mapping[str, tuple[Any, Cut | None]], ranks: Ranks) -> None:
     sliced: dict[int, nn.Parameter] = {}  # by the whole one, so that tied parameters stay one
+    done: set[tuple[int, str]] = set()  # a module that stands in two places is cut once
     for name, (_, cut) in cuts.items():
         if cut is None:
             continue
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
+        if (id(module), leaf) in done:
+            continue
+        done.add((id(module), leaf))
         if leaf in module._buffers:
             module._buffers[leaf] = take_slice(module.get_buffer(leaf), cut, ranks.rank, ranks.size)
             continue

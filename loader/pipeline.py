@@ -44,10 +44,12 @@ def load_pipeline(
         if name in components:
             raise UsageError(f"{name}: not an option here; use {instead}")
     ranks = ranks_of(group)
+    place = place_of(device)  # before any collective, which needs the device to be set
     sharded = together(ranks, lambda: _sharded_components(Path(path), components))[ranks.rank]
-    place = together(ranks, lambda: place_of(device))[ranks.rank]
     for name in sharded:
         components[name] = load_model(path, subfolder=name, device=place, dtype=dtype, group=group, verify=verify)
+    if dtype is None and sharded:  # the others in the dtype of the sharded one, not in fp32 as diffusers would
+        dtype = components[sharded[0]].dtype
     if dtype is not None:
         components["torch_dtype"] = dtype
     return together(ranks, lambda: _assemble(path, components, place, ranks))[ranks.rank]

@@ -72,6 +72,8 @@ def place_of(device: torch.device | str | int | None) -> torch.device:
         if place is not None and place.type != own.type:
             raise LoadError(f"device: {place.type!r} was asked for, this process sees {own.type!r} only; leave it out")
         return own
+    if place.type != "cpu" and place.index is not None and torch.accelerator.is_available():
+        torch.accelerator.set_device_index(place.index)  # collectives of objects go through the current device
     return place
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from shardconv import models
-from shardconv.checkpoint import read_config
+from shardconv.checkpoint import config_digest, read_config
 from shardconv.cut import Cut
 from shardconv.errors import PlanError, SetError
 from shardconv.manifest import Manifest
@@ -46,6 +46,11 @@ def open_set(folder: Path, rank: int, size: int) -> OpenSet:
         raise SetError(
             f"{component / 'config.json'}: expected a {manifest.model_class}, found a {config['_class_name']}; "
             "the config is of another model"
+        )
+    if config_digest(config) != manifest.config_digest:
+        raise SetError(
+            f"{component / 'config.json'}: not the config that was converted; the same weights would compute something "
+            "else; put the source's config.json back, or convert again"
         )
     return OpenSet(folder, manifest, config, open_files(folder, manifest, [rank]))
 

@@ -4,7 +4,7 @@
 """
 
 from ._version import __version__
-from .conversion import ShardconvWarning, convert
+from .conversion import convert
 from .errors import (
     CheckpointError,
     LoadError,
@@ -12,6 +12,7 @@ from .errors import (
     PlanError,
     SetError,
     ShardconvError,
+    ShardconvWarning,
     UsageError,
 )
 from .manifest import Manifest

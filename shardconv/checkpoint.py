@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from .errors import CheckpointError
 from .header import FileHeader, TensorEntry
 
@@ -106,13 +108,14 @@ def _is_converted(folder: Path, names: Sequence[str]) -> bool:
     return MANIFEST_NAME in names or any((folder / name / MANIFEST_NAME).is_file() for name in names)
 
 
-_CONVERTED = "{}: a converted set; convert its source, or get the ordinary checkpoint back with: shardconv merge"
+def config_digest(config: Mapping[str, Any]) -> str:
+    """xxh3-128 over what decides the computation: all keys but private ones (versions, where it was loaded from)."""
+    public = {key: value for key, value in config.items() if not key.startswith("_")}
+    return xxhash.xxh3_128_hexdigest(json.dumps(public, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _no_config(folder: Path) -> str:
     names = _names(folder)
-    if _is_converted(folder, names):
-        return _CONVERTED.format(folder)
     if LORA_FILE in names:
         return f"{folder}: holds a LoRA ({LORA_FILE}), not a model; fuse it into its base model first (fuse_lora)"
     single = [name for name in names if name.endswith((".safetensors", *_PICKLE_SUFFIXES))]
@@ -164,8 +167,12 @@ def select_files(names: Iterable[str], variant: str | None) -> Selection | None:
 
 def open_checkpoint(folder: Path, variant: str | None = None) -> Checkpoint:
     """Read config, index and headers of a component folder; every fault found is in one `CheckpointError`."""
-    config, config_bytes = read_config(folder)
     names = _names(folder)
+    if _is_converted(folder, names):
+        raise CheckpointError(
+            f"{folder}: a converted set; convert its source, or get the ordinary checkpoint back with: shardconv merge"
+        )
+    config, config_bytes = read_config(folder)
     selection = select_files(names, variant)
     if selection is None:
         raise CheckpointError(_no_weights(folder, names, variant))
@@ -324,8 +331,6 @@ def unexpected_names(checkpoint: Checkpoint, expected: Iterable[str], ignore: Se
 
 
 def _no_weights(folder: Path, names: Sequence[str], variant: str | None) -> str:
-    if _is_converted(folder, names):
-        return _CONVERTED.format(folder)
     if LORA_FILE in names:
         return f"{folder}: holds a LoRA ({LORA_FILE}), not a model; fuse it into its base model first (fuse_lora)"
     for suffixes, what in ((_PICKLE_SUFFIXES, "pickled"), (_FOREIGN_SUFFIXES, "foreign-format")):

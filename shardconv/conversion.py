@@ -19,15 +19,17 @@ from .checkpoint import (
     MANIFEST_NAME,
     WEIGHTS_STEM,
     Checkpoint,
+    config_digest,
     leads_out,
     match_names,
     open_checkpoint,
+    read_config,
     refuse_file,
     shorten,
     unexpected_names,
 )
 from .destination import PartialFolder, check_links, check_space, check_target, link_files, set_folder_name, sets_in
-from .errors import CheckpointError, OutputError, PlanError, SetError, ShardconvError, UsageError
+from .errors import CheckpointError, OutputError, PlanError, SetError, ShardconvError, ShardconvWarning, UsageError
 from .layout import ConvertPlan, file_header, plan_layout, stored_tensors
 from .manifest import FileRecord, Manifest, Source, SourceFileRecord
 from .pagecache import ReadAhead, is_cached
@@ -63,10 +65,6 @@ class Outcome:
     manifest: Manifest
     warnings: tuple[str, ...]
     was_there: bool  # the same set stood there already, so nothing was written
-
-
-class ShardconvWarning(UserWarning):
-    """Something a person should look at; the conversion goes on."""
 
 
 NewProgress = Callable[[str, int], "engine.Progress"]  # (what, total bytes) -> called with bytes just dealt with
@@ -134,6 +132,7 @@ class _Job:
     checkpoint: Checkpoint
     manifest: Manifest  # without digests
     plan: ConvertPlan
+    tied: Sequence[tuple[str, ...]]  # names that are one parameter
     warnings: tuple[str, ...]
 
     @property
@@ -157,6 +156,8 @@ def convert_all(
         raise OutputError(f"{out}: lies inside the source {source}, which stays as it is; name another OUT")
     if options.dtype is not None and options.dtype not in DTYPES:
         raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {options.dtype!r}")
+    if subfolder is not None and (Path(subfolder).is_absolute() or ".." in Path(subfolder).parts):
+        raise UsageError(f"--subfolder: expected a folder inside the source, found {subfolder!r}")
     out = Path(out)
     located = _locate(source, subfolder, revision, options.variant)
     cold = _cold_weights(located.folder, subfolder)
@@ -226,8 +227,6 @@ def _locate(
 def _components(located: _Located, subfolder: str | None, options: Options) -> list[str]:
     """Names of the component folders to shard; "" for the source folder itself."""
     if subfolder is not None:
-        if Path(subfolder).is_absolute() or ".." in Path(subfolder).parts:
-            raise UsageError(f"--subfolder: expected a folder inside the source, found {subfolder!r}")
         if not (located.folder / subfolder).is_dir():
             raise CheckpointError(f"{located.folder}: no folder {subfolder!r} in it; check --subfolder")
         return [Path(subfolder).as_posix()]
@@ -235,9 +234,16 @@ def _components(located: _Located, subfolder: str | None, options: Options) -> l
         return [""]
     if options.plan is not None:
         raise UsageError("--plan: names modules of one model, the source is a pipeline; add --subfolder COMPONENT")
-    from .models import has_plan
+    from .models import has_plan, model_class
 
     listed = pipeline_components(located.folder)
+    absent = [str(located.folder / name) for name in listed if not (located.folder / name).is_dir()]
+    if absent:
+        raise CheckpointError(f"{located.folder}: {MODEL_INDEX} names {', '.join(absent)}, no such folder; fetch it")
+    for name, (library, cls) in listed.items():
+        config = located.folder / name / CONFIG_NAME
+        if library == "diffusers" and name.startswith("transformer") and config.is_file():
+            model_class(cls, read_config(config.parent)[0].get("_diffusers_version"))  # raises when it is unknown
     chosen = [name for name, (library, cls) in listed.items() if has_plan(library, cls)]
     if not chosen:
         classes = ", ".join(f"{name} ({cls})" for name, (_, cls) in listed.items())
@@ -276,7 +282,8 @@ def _prepare(located: _Located, component: str, out: Path, options: Options) -> 
     plan = options.plan or models.class_plan(cls)
     model = models.skeleton(cls, checkpoint.config)
     expected = models.stored_tensors(model)
-    aliases = _aliases(checkpoint, models.tied_names(model))
+    tied = models.tied_names(model)
+    aliases = _aliases(checkpoint, tied)
     errors: list[ShardconvError] = []
     required = {name: shape for name, shape in expected.items() if name not in aliases}
     issues = match_names(checkpoint, required, models.ignored_patterns(cls)) + _shape_issues(checkpoint, expected)
@@ -290,6 +297,9 @@ def _prepare(located: _Located, component: str, out: Path, options: Options) -> 
         resolution = resolve(model, plan, options.tp, models.other_plan(cls))
     except PlanError as error:
         errors.append(error)
+    else:
+        if not any(cut for _, cut in resolution.cuts.values()):
+            errors.append(PlanError(f"{checkpoint.folder}: the model has none of the layers that the plan names"))
     if errors:
         kind = type(errors[0]) if len(errors) == 1 else CheckpointError
         raise kind(*(issue for error in errors for issue in error.issues))
@@ -305,6 +315,7 @@ def _prepare(located: _Located, component: str, out: Path, options: Options) -> 
         conversion_id="",
         source=_source_record(located, component, checkpoint),
         model_class=cls.__name__,
+        config_digest=config_digest(checkpoint.config),
         library_version=_library_version(),
         tp_degree=options.tp,
         self_contained=options.self_contained,
@@ -321,7 +332,7 @@ def _prepare(located: _Located, component: str, out: Path, options: Options) -> 
     loud = unexpected_names(checkpoint, expected, models.ignored_patterns(cls))
     if loud:
         warnings.append(f"{checkpoint.folder}: tensors that {cls.__name__} does not have are left out: {shorten(loud)}")
-    return _Job(component, target, checkpoint, manifest, ConvertPlan(layout, sources), tuple(warnings))
+    return _Job(component, target, checkpoint, manifest, ConvertPlan(layout, sources), tied, tuple(warnings))
 
 
 def _aliases(checkpoint: Checkpoint, tied: Sequence[tuple[str, ...]]) -> dict[str, str]:
@@ -437,10 +448,7 @@ def _execute(job: _Job, overwrite: bool, cold: Sequence[Path], new_progress: New
 
 def _check_tied(job: _Job, digests: Mapping[str, engine.TensorDigests]) -> None:
     """Two stored names of one parameter must hold the same bytes; only reading them can tell."""
-    from . import models
-
-    cls = models.model_class(job.manifest.model_class)
-    for group in models.tied_names(models.skeleton(cls, job.checkpoint.config)):
+    for group in job.tied:
         stored = [name for name in group if name in digests]
         if len({digests[name].source for name in stored}) > 1:
             raise CheckpointError(

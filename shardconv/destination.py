@@ -12,8 +12,11 @@ import fcntl
 import os
 import re
 import shutil
+import signal
+import threading
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -51,7 +54,9 @@ def check_target(out: Path, source: Path, tp: int, config_bytes: bytes) -> list[
     if weights:
         issues.append(f"{out / weights[0]}: ordinary weights, which a set must not stand beside; name another OUT")
     folder = out / set_folder_name(tp)
-    if folder.is_dir():
+    if folder.is_symlink():
+        issues.append(f"{folder}: a link; move it away, nothing was touched")
+    elif folder.is_dir():
         foreign = sorted(entry.name for entry in os.scandir(folder) if not is_set_file(entry.name))
         if foreign:
             issues.append(f"{folder / foreign[0]}: not a file of a converted set; move it away, nothing was touched")
@@ -187,14 +192,28 @@ class PartialFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for fd in self._fds:
-            os.close(fd)
-        if not self._published:
-            _remove_our_files(self._partial)
-            for path in self._beside:
-                path.unlink(missing_ok=True)
-            _remove_folders([self._partial, *self._made_folders])
-        os.close(self._lock)
+        with _undisturbed():
+            for fd in self._fds:
+                os.close(fd)
+            if not self._published:
+                _remove_our_files(self._partial)
+                for path in self._beside:
+                    path.unlink(missing_ok=True)
+                _remove_folders([self._partial, *self._made_folders])
+            os.close(self._lock)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Clean up although somebody presses Ctrl-C again. Signals are the main thread's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _make_folders(out: Path) -> list[Path]:

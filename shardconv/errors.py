@@ -30,6 +30,10 @@ class ShardconvError(Exception):
         return type(self), self.issues
 
 
+class ShardconvWarning(UserWarning):
+    """Something a person should look at; the work goes on."""
+
+
 class UsageError(ShardconvError, ValueError):
     """The request itself makes no sense."""
 

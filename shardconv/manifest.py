@@ -61,6 +61,7 @@ class Manifest:
     conversion_id: str
     source: Source
     model_class: str
+    config_digest: str  # xxh3-128 of config.json's keys and values, private ones ("_...") left out, hex
     library_version: str  # of diffusers
     tp_degree: int
     self_contained: bool
@@ -81,6 +82,7 @@ class Manifest:
         """What was asked for, as opposed to what was found; two sets differ on purpose when this differs."""
         return {
             "model_class": self.model_class,
+            "config_digest": self.config_digest,
             "tp_degree": self.tp_degree,
             "self_contained": self.self_contained,
             "dtype": {"cast_to": self.cast_to, "keep_fp32": list(self.keep_fp32)},
@@ -236,6 +238,7 @@ def _from_json(document: Any) -> Manifest:
             files=tuple(map(_source_file_from_json, _expect(source["files"], list))),
         ),
         model_class=_expect(document["model_class"], str),
+        config_digest=_expect(document["config_digest"], str),
         library_version=_expect(document["library"]["version"], str),
         tp_degree=tp,
         self_contained=_expect(document["self_contained"], bool),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import engine
-from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, read_config
+from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, config_digest, read_config
 from .destination import PartialFolder, check_space
 from .errors import OutputError, SetError, ShardconvError
 from .header import TensorEntry, encode_header, nbytes_of
@@ -51,7 +51,9 @@ def merge(
     """
     folder, out = any_set(Path(path)), Path(out)
     manifest = Manifest.read(folder)
-    _, config_bytes = read_config(folder.absolute().parent)
+    config, config_bytes = read_config(folder.absolute().parent)
+    if config_digest(config) != manifest.config_digest:
+        raise SetError(f"{folder.parent / CONFIG_NAME}: not the config that was converted; put the source's back")
     files = open_files(folder, manifest, range(manifest.tp_degree))
     weights = _weight_files(manifest.tensors, max_shard_nbytes)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -6,6 +6,7 @@ by name among diffusers' own.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,9 @@ from .plan import Plan, parse_plan
 
 if TYPE_CHECKING:
     import torch
+
+
+_BUILDING = threading.Lock()  # the default dtype and `_parameters_on_meta` are the whole process's
 
 
 def model_class(name: str, written_by: str | None = None) -> Any:
@@ -70,18 +74,19 @@ def skeleton(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None = No
     """
     import torch
 
-    previous = torch.get_default_dtype()
-    try:
-        if dtype is not None:
-            torch.set_default_dtype(dtype)
-        with _parameters_on_meta():
-            model = cls.from_config(dict(config))
-    except Exception as error:  # the constructor is diffusers' own code and raises whatever a bad config causes
-        raise CheckpointError(
-            f"config.json: does not build a {cls.__name__} ({type(error).__name__}: {error}); fetch it again"
-        ) from error
-    finally:
-        torch.set_default_dtype(previous)
+    with _BUILDING:
+        previous = torch.get_default_dtype()
+        try:
+            if dtype is not None:
+                torch.set_default_dtype(dtype)
+            with _parameters_on_meta():
+                model = cls.from_config(dict(config))
+        except Exception as error:  # the constructor is diffusers' own code and raises whatever a bad config causes
+            raise CheckpointError(
+                f"config.json: does not build a {cls.__name__} ({type(error).__name__}: {error}); fetch it again"
+            ) from error
+        finally:
+            torch.set_default_dtype(previous)
     return model.eval()
 
 
@@ -89,11 +94,12 @@ def skeleton(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None = No
 def _parameters_on_meta() -> Iterator[None]:
     import torch
 
-    register = torch.nn.Module.register_parameter
+    register, builder = torch.nn.Module.register_parameter, threading.get_ident()
 
     def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         # A parameter already on meta is kept as it is, so that tied ones stay one object.
-        if parameter is not None and parameter.device.type != "meta":
+        # What another thread builds meanwhile is none of ours.
+        if threading.get_ident() == builder and parameter is not None and parameter.device.type != "meta":
             parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 

@@ -55,9 +55,14 @@ class ReadAhead:
 
 def is_cached(path: Path) -> bool:
     """Whether most of a file is in memory (mincore on up to 64 pages spread over it)."""
-    nbytes = path.stat().st_size
-    if nbytes == 0:
-        return True
+    try:
+        nbytes = path.stat().st_size
+        return nbytes == 0 or _most_pages_resident(path, nbytes)
+    except OSError:
+        return True  # cannot tell: read through the cache, as any program would
+
+
+def _most_pages_resident(path: Path, nbytes: int) -> bool:
     flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
     with open(path, "rb") as file, mmap.mmap(file.fileno(), nbytes, flags=flags, prot=access) as mapping:
         anchor = ctypes.c_char.from_buffer(mapping)
@@ -69,7 +74,7 @@ def is_cached(path: Path) -> bool:
         for spot in spots:
             place = ctypes.c_void_p(address + spot * mmap.PAGESIZE)
             if _libc.mincore(place, ctypes.c_size_t(1), state) != 0:
-                return True  # cannot tell: read through the cache, as any program would
+                return True
             resident += state[0] & 1
         del anchor  # or the mapping could not be closed
     return resident * 2 > len(spots)

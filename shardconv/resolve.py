@@ -69,6 +69,7 @@ def resolve(model: Any, plan: Plan, tp: int, class_plan: Plan | None = None) -> 
             found.issues += _check_whole(model, modules)
     cuts = {name: spec for module in modules for name, spec in _parameter_cuts(model, module)}
     found.issues += _check_ties(model, cuts)
+    found.warnings += _check_widths(model, modules)
     if found.issues:
         raise PlanError(*found.issues)
     unique = {id(model.get_submodule(module.name)): module for module in reversed(modules)}
@@ -256,12 +257,9 @@ def _check_pairs(modules: Sequence[PlannedModule]) -> list[str]:
     joined: set[str] = set()
     issues: dict[str, str] = {}  # by plan key: one sentence for each
     for row in (module for module in modules if module.style.takes_local_input):
-        for ancestor in _ancestors(row):
-            inside = [c.name for c in colwise if c.scope == row.scope and c.name.startswith(ancestor)]
-            if inside:
-                joined.update(inside)
-                break
-        else:
+        inside = _joined(row, modules)
+        joined.update(module.name for module in inside)
+        if not inside:
             issues.setdefault(
                 row.pattern,
                 f"{row.name}: {row.style.value}, but nothing in its block is colwise, so its input is whole; use "
@@ -275,6 +273,33 @@ def _check_pairs(modules: Sequence[PlannedModule]) -> list[str]:
                 "would be taken for whole ones; plan the projection that follows it",
             )
     return list(issues.values())
+
+
+def _check_widths(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
+    """A plain colwise module with several times the features that the rowwise one after it takes is a fused one: gate
+    and up, or queries, keys and values. One sentence for each plan key."""
+    said: dict[str, str] = {}
+    for row in (module for module in modules if module.style is Style.ROWWISE):
+        taken = model.get_submodule(row.name).in_features
+        for col in _joined(row, modules):
+            given = model.get_submodule(col.name).out_features
+            if col.style is Style.COLWISE and given > taken and given % taken == 0:
+                said.setdefault(
+                    col.pattern,
+                    f"{col.name}: {given} features cut as one block, but {row.name} takes {taken}, so it looks like "
+                    f"{given // taken} fused layers; packed_colwise with blocks is almost certainly meant",
+                )
+    return list(said.values())
+
+
+def _joined(row: PlannedModule, modules: Sequence[PlannedModule]) -> list[PlannedModule]:
+    """The colwise modules whose outputs `row` sums."""
+    colwise = [module for module in modules if module.style.dim == 0 and module.scope == row.scope]
+    for ancestor in _ancestors(row):
+        inside = [module for module in colwise if module.name.startswith(ancestor)]
+        if inside:
+            return inside
+    return []
 
 
 def _ancestors(module: PlannedModule) -> Iterator[str]:

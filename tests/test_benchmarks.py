@@ -111,17 +111,20 @@ def test_load(run):
 
 
 @pytest.mark.slow
-def test_load_notices_wrong_bytes(run, work):
-    """A contestant that comes back with another byte stops the benchmark."""
-    run(bench_load, "load", "--tp", "2", "--modes", "warm", "--only", "ours")
-    path = next(work.glob("set-*/tp2/replicated.safetensors"))
-    whole = path.read_bytes()
-    try:
+def test_load_notices_wrong_bytes(run, monkeypatch):
+    """A contestant that comes back with one other byte stops the benchmark."""
+
+    def convert_and_damage(source: Path, tp: int) -> Path:
+        out: Path = convert(source, tp)
+        path = out / f"tp{tp}" / "replicated.safetensors"
+        whole = path.read_bytes()
         path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        with pytest.raises(RuntimeError, match=r"ours: .*expected"):
-            run(bench_load, "load", "--tp", "2", "--modes", "warm", "--only", "ours")
-    finally:
-        path.write_bytes(whole)
+        return out
+
+    convert = common.converted
+    monkeypatch.setattr(common, "converted", convert_and_damage)
+    with pytest.raises(RuntimeError, match=r"ours: .*expected"):
+        run(bench_load, "load", "--tp", "2", "--modes", "warm", "--only", "ours")
 
 
 @pytest.mark.slow

@@ -248,8 +248,9 @@ _MANIFEST = """\
 {
 "format_version": 1,
 "tool": {"name":"shardconv","version":"0.1.0"},
-"conversion_id": "f45ebe1da526a533ad636826731575c2",
+"conversion_id": "6f17be7d46706f9e2581b500bac28500",
 "model_class": "TinyTransformer2DModel",
+"config_digest": "00000000000000000000000000000000",
 "tp_degree": 2,
 "self_contained": false,
 "dtype": {"cast_to":null,"keep_fp32":[]},
@@ -262,10 +263,10 @@ _MANIFEST = """\
 "left_out": ["unused"],
 "files": [
 {"name":"rank-00000-of-00002.safetensors","rank":0,"nbytes":4116,\
-"header_digest":"ec307bfcc19df10cefe0fec48b46f531"},
+"header_digest":"3221a9568d927236a13f6802363d268b"},
 {"name":"rank-00001-of-00002.safetensors","rank":1,"nbytes":4116,\
-"header_digest":"e4b6f6f4265bd149257ece44b2a96368"},
-{"name":"replicated.safetensors","rank":null,"nbytes":4360,"header_digest":"299ef0cd27dc9fa42ced0cb4f7367d12"}
+"header_digest":"03ac9e1a546b90dc2c2a9c9a6e1b0fb5"},
+{"name":"replicated.safetensors","rank":null,"nbytes":4360,"header_digest":"b779f054bf371ddd556dc4551ab7d89e"}
 ],
 "tensors": [
 {"name":"proj.weight","dtype":"BF16","shape":[4,2],"style":"packed_colwise","dim":0,"block_sizes":[2,2],\
@@ -293,7 +294,8 @@ def _convert_by_hand(folder: Path) -> Manifest:
     fds = [os.open(folder / each.name, os.O_RDWR | os.O_CREAT, 0o600) for each in layout.files]
     digests = engine.run(ConvertPlan(layout, sources), fds, lambda nbytes: None)
     manifest = Manifest(
-        tool_version="0.1.0", conversion_id="", model_class="TinyTransformer2DModel", library_version="0.42.1",
+        tool_version="0.1.0", conversion_id="", model_class="TinyTransformer2DModel", config_digest="0" * 32,
+        library_version="0.42.1",
         source=Source("org/tiny", "c0ffee", "transformer", None,
                       (SourceFileRecord(path.name, file.header.file_nbytes, file.header.digest, "5" * 32, {}),)),
         tp_degree=2, self_contained=False, cast_to=None, keep_fp32=(),

@@ -445,11 +445,11 @@ def test_tables_are_computed_in_the_dtype_of_the_model(way, toy):
 
 def compile_block(path: Path, name: str) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
     """Number of graphs when a whole block is compiled, and the model's output compiled and eager."""
-    from torch._dynamo.testing import CompileCounter
+    from torch._dynamo.testing import CompileCounterWithBackend
 
     model = loader.load_model(path, device="cpu")
     eager = small_sets.outputs(model, name)
-    counter = CompileCounter()
+    counter = CompileCounterWithBackend("aot_eager")  # as far as a compiler goes before it generates code
     block = model.transformer_blocks[0]
     block.forward = torch.compile(block.forward, fullgraph=True, backend=counter)
     compiled = small_sets.outputs(model, name)

@@ -45,6 +45,7 @@ def _manifest(self_contained: bool = False) -> Manifest:
             ),
         ),
         model_class="FluxTransformer2DModel",
+        config_digest="0" * 32,
         library_version="0.42.1",
         tp_degree=2,
         self_contained=self_contained,
