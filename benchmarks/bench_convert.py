@@ -20,6 +20,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,8 @@ class Bench:
         self.source = common.checkpoint(args)
         self.weights = common.files_in(self.source)
         self.out = args.work / "out"
-        self.copied = common.converted(self.source, args.copy_tp) / f"tp{args.copy_tp}"
-        self.expected = {tp: self._expected(tp) for tp in sorted({*args.tp, args.copy_tp, *args.script_tp})}
+        self.copied = common.converted(self.source, args.copy_tp) / f"tp{args.copy_tp}" if args.copy_tp else None
+        self.expected = {tp: self._expected(tp) for tp in sorted({*args.tp, args.copy_tp, *args.script_tp} - {0})}
         empty = common.run_child(common.python("-c", "pass"))
         loaded = common.run_child(common.python(__file__, "--child", "imports", self.source))
         self.empty = {"interpreter_mib": empty.peak_rss_nbytes / MIB, "with_imports_mib": loaded.peak_rss_nbytes / MIB}
@@ -117,16 +118,12 @@ class Bench:
 
     def contestants(self, ready: Callable[[list[Path]], Sample]) -> list[Contestant]:
         """All of them; `ready` makes the files that one reads warm or cold."""
-        found = [
-            Contestant(ours(tp), lambda tp=tp: self._timed("convert", tp), lambda: self._prepare(ready, self.weights))
-            for tp in self.args.tp
-        ]
-        found += [
-            Contestant(script(tp), lambda tp=tp: self._timed("script", tp), lambda: self._prepare(ready, self.weights))
-            for tp in self.args.script_tp
-        ]
-        files = common.files_in(self.copied)
-        found.append(Contestant(CP, self._copy, lambda: self._prepare(ready, files)))
+        source = partial(self._prepare, ready, self.weights)
+        found = [Contestant(ours(tp), partial(self._timed, "convert", tp), source) for tp in self.args.tp]
+        found += [Contestant(script(tp), partial(self._timed, "script", tp), source) for tp in self.args.script_tp]
+        if self.copied:
+            files = common.files_in(self.copied)
+            found.append(Contestant(CP, partial(self._copy, self.copied), partial(self._prepare, ready, files)))
         return found
 
     def _prepare(self, ready: Callable[[list[Path]], Sample], files: list[Path]) -> Sample:
@@ -136,14 +133,14 @@ class Bench:
 
     def _timed(self, what: str, tp: int) -> Sample:
         child = common.run_child(common.python(__file__, "--child", what, self.source, self.out, tp))
-        sample = self._sample(child, self.weights) | child.result
+        sample: Sample = self._sample(child, self.weights) | child.result
         self._verify(ours(tp) if what == "convert" else script(tp), self.out / f"tp{tp}", tp)
         return sample
 
-    def _copy(self) -> Sample:
-        child = common.run_child(["sh", "-c", COPY, "sh", str(self.copied), str(self.out)])
+    def _copy(self, folder: Path) -> Sample:
+        child = common.run_child(["sh", "-c", COPY, "sh", str(folder), str(self.out)])
         self._verify(CP, self.out, self.args.copy_tp)
-        return self._sample(child, common.files_in(self.copied))
+        return self._sample(child, common.files_in(folder))
 
     def _sample(self, child: Child, read: list[Path]) -> Sample:
         nbytes = common.nbytes_of(read)
@@ -173,7 +170,7 @@ def figures(tables: dict[str, dict[str, list[Sample]]], args: argparse.Namespace
             name = ours(tp)
             ratio = common.paired(samples, name, [CP])
             work = [{**sample, "seconds": sample["work_s"]} for sample in samples[name]]
-            inner = common.paired({name: work, CP: samples[CP]}, name, [CP])
+            inner = common.paired(samples | {name: work}, name, [CP])
             found.append(common.figure(f"{mode}, tp {tp}: whole process over cp + fsync", ratio, 1.25))
             found.append(common.figure(f"{mode}, tp {tp}: without imports over cp + fsync", inner, 1.25))
         if len(args.tp) > 1:
@@ -187,19 +184,19 @@ def figures(tables: dict[str, dict[str, list[Sample]]], args: argparse.Namespace
         most = max(sample["peak_rss_above_interpreter_mib"] for tp in args.tp for sample in samples[ours(tp)])
         above = max(sample["peak_rss_above_imports_mib"] for tp in args.tp for sample in samples[ours(tp)])
         found.append(common.figure(f"{mode}: peak RSS above the empty interpreter, MiB", most, 300))
-        found.append(common.figure(f"{mode}: of it above torch and diffusers, MiB", above, 300))
+        found.append(common.figure(f"{mode}: peak RSS above imported torch and diffusers, MiB", above, 300))
     if "cold" in tables:
         most = max(sample["disk_read_of_source"] for tp in args.tp for sample in tables["cold"][ours(tp)])
         found.append(common.figure("cold: bytes read from the disk over the source's length", most, 1.02))
-    return found
+    return [each for each in found if each["value"] is not None]
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_checkpoint_flags(parser)
+    common.add_checkpoint_flags(parser, "convert")
     parser.add_argument("--tp", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--copy-tp", type=int, default=4, help="degree of the set that cp copies")
+    parser.add_argument("--copy-tp", type=int, default=4, help="degree of the set that cp copies; 0: no cp")
     parser.add_argument("--script-tp", type=int, nargs="*", default=[4], help="degrees of the scripted way")
     parser.add_argument("--modes", nargs="+", choices=("warm", "cold"), default=["warm", "cold"])
     args = parser.parse_args()
@@ -207,22 +204,21 @@ def main() -> None:
     samples, tables = {}, []
     for mode in args.modes:
         common.say(f"convert, {mode}")
-        samples[mode] = common.take_turns(
-            bench.contestants(common.drop if mode == "cold" else common.warm), args.rounds
-        )
-        tables.append(common.table(f"Convert, {mode}", samples[mode], CP, common.COLD if mode == "cold" else common.WARM))
+        ready, note = common.READY[mode]
+        samples[mode] = common.take_turns(bench.contestants(ready), args.rounds)
+        tables.append(common.table(f"Convert, {mode}", samples[mode], CP if args.copy_tp else ours(args.tp[0]), note))
     shutil.rmtree(bench.out, ignore_errors=True)
     report = common.document(
         "What does a conversion cost against copying the same bytes?",
         args.work,
-        checkpoint={"model": args.model, "nbytes": common.nbytes_of(bench.weights), "files": len(bench.weights)},
+        checkpoint=common.checkpoint_record(args, bench.source),
         rounds=args.rounds,
         memory_before_work=bench.empty,
         tables=tables,
         figures=figures(samples, args),
         verified="every tensor of every output file, every round, by xxh3-128 against slices cut with torch",
     )
-    common.write(args.results, "convert", report)
+    common.write(args.results, args.name, report)
 
 
 def child(arguments: list[str]) -> None:

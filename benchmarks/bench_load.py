@@ -4,7 +4,8 @@
 
 On the CPU. Each contestant is a fresh process: imports and the (fake) process group first, not counted but reported;
 then the load and one byte read of every page, timed; then its memory; then the digest of every tensor, which must be
-what oracle.py expects. `dd` reads our files and holds nothing: the floor of reading.
+what oracle.py expects. `dd` reads our files and holds nothing: the floor of reading. What verifying costs is asked
+apart, warm, with every byte read after the load: whoever uses weights reads them all.
 """
 
 from __future__ import annotations
@@ -14,22 +15,23 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import common
 from common import GB, MIB, Contestant, Sample
 
-DD = "dd of our files"
-READ = 'for file do dd if="$file" of=/dev/null bs=8M status=none || exit 1; done'
+OURS, VERIFIED, DD = "ours", "ours, verify=True", "dd of our files"
+MODES = ("warm", "cold", "verified")
 PAGE_NBYTES = 4096
 
 
 # --- in the child processes ---
 
 
-def child_load(name: str, job_text: str) -> dict[str, Any]:
-    """Load once as the contestant `name`; figures, and a digest of what was loaded."""
+def child_load(name: str, every: str, job_text: str) -> dict[str, Any]:
+    """Load once as the contestant `name`, read one byte of `every` so many; figures, and digests of what was loaded."""
     start = time.perf_counter()
     import peers
     from oracle import describe
@@ -41,7 +43,7 @@ def child_load(name: str, job_text: str) -> dict[str, Any]:
     start = time.perf_counter()
     tensors, alive = load()
     loaded = time.perf_counter()
-    touched = sum(map(touch, tensors.values()))
+    touched = sum(touch(tensor, int(every)) for tensor in tensors.values())
     done = time.perf_counter()
     after = common.memory()
     result = {
@@ -56,12 +58,14 @@ def child_load(name: str, job_text: str) -> dict[str, Any]:
     return {"figures": result, "described": described, "touched": touched}
 
 
-def touch(tensor: Any) -> int:
-    """Read one byte of every page of a tensor, so that its memory is really there."""
+def touch(tensor: Any, every: int = PAGE_NBYTES) -> int:
+    """Read one byte of every page of a tensor, so that its memory is really there; with `every=1` all its bytes."""
     import torch
 
     flat = tensor.detach().reshape(-1).view(torch.uint8)
-    return int(flat[::PAGE_NBYTES].sum(dtype=torch.int64))
+    if every == 1 and flat.numel() % 8 == 0 and flat.data_ptr() % 8 == 0:
+        return int(flat.view(torch.int64).sum())  # at the speed of memory
+    return int(flat[::every].sum(dtype=torch.int64))
 
 
 def _job(fields: dict[str, Any]) -> Any:
@@ -103,8 +107,9 @@ class Bench:
         self.args = args
         self.source = common.checkpoint(args)
         self.out = common.converted(self.source, args.tp)
+        packed = args.work / f"packed-{self.source.name}"
         fields = {"tp": args.tp, "rank": args.rank, "device": "cpu"}
-        fields |= {"source": str(self.source), "out": str(self.out), "packed": str(args.work / f"packed-{self.source.name}")}
+        fields |= {"source": str(self.source), "out": str(self.out), "packed": str(packed)}
         self.job = json.dumps(fields)
         common.run_child(common.python(__file__, "--child", "pack", self.job))
         self.listed = common.run_child(common.python(__file__, "--child", "list", "cpu", self.job)).result
@@ -114,46 +119,52 @@ class Bench:
         self.nbytes = common.nbytes_of(self.files)
 
     def contestants(self, mode: str) -> list[Contestant]:
-        """All that can take part in `mode`."""
-        ready = common.drop if mode == "cold" else common.warm
+        """All that can take part in `mode`: warm, cold, or verified (warm, every byte read)."""
+        ready, _ = common.READY["cold" if mode == "cold" else "warm"]
+        every = 1 if mode == "verified" else PAGE_NBYTES
         found = [
-            Contestant(name, lambda name=name: self._load(name), lambda paths=paths: self._prepare(ready, paths))
+            Contestant(name, partial(self._load, name, every), partial(self._prepare, ready, list(map(Path, paths))))
             for name, paths in self.listed["reads"].items()
-            if (not self.args.only or name in self.args.only) and not (mode == "cold" and "verify" in name)
+            if (name in (OURS, VERIFIED) if mode == "verified" else self._asked(name))
         ]
-        return [*found, Contestant(DD, self._dd, lambda: self._prepare(ready, self.files))]
+        if mode != "verified":
+            found.append(Contestant(DD, self._dd, partial(self._prepare, ready, self.files)))
+        return found
 
-    def _prepare(self, ready: Callable[[list[Path]], Sample], paths: list[Any]) -> Sample:
+    def _asked(self, name: str) -> bool:
+        return name != VERIFIED and (not self.args.only or name in self.args.only)
+
+    def _prepare(self, ready: Callable[[list[Path]], Sample], paths: list[Path]) -> Sample:
         common.settle()
-        return ready([Path(path) for path in paths])
+        return ready(paths)
 
-    def _load(self, name: str) -> Sample:
-        child = common.run_child(common.python(__file__, "--child", "load", name, self.job))
+    def _load(self, name: str, every: int) -> Sample:
+        child = common.run_child(common.python(__file__, "--child", "load", name, every, self.job))
         common.check_equal(name, child.result["described"], self.expected)
         figures: Sample = child.result["figures"]
-        return figures | {"disk_read_gb": child.disk_read_nbytes / GB, "gb_per_s": self.nbytes / GB / figures["seconds"]}
+        return figures | self._rates(child, figures["seconds"])
 
     def _dd(self) -> Sample:
-        child = common.run_child(["sh", "-c", READ, "sh", *map(str, self.files)])
-        return {"seconds": child.seconds, "disk_read_gb": child.disk_read_nbytes / GB,
-                "gb_per_s": self.nbytes / GB / child.seconds}  # fmt: skip
+        child = common.run_child(["sh", "-c", common.READ, "sh", *map(str, self.files)])
+        return {"seconds": child.seconds} | self._rates(child, child.seconds)
+
+    def _rates(self, child: common.Child, seconds: float) -> Sample:
+        return {"disk_read_gb": child.disk_read_nbytes / GB, "gb_per_s": self.nbytes / GB / seconds}
 
 
 def figures(samples: dict[str, dict[str, list[Sample]]]) -> list[dict[str, Any]]:
     """What issue 3, points 2 and 6, set limits to."""
-    import_names = {"ours": "ours", "streaming": "diffusers streaming", "verified": "ours, verify=True"}
-    ours, streaming, verified = import_names.values()
-    warm, cold = samples.get("warm", {}), samples.get("cold", {})
+    streaming = "diffusers streaming"
+    warm, cold, checked = (samples.get(mode, {}) for mode in MODES)
     found = [
-        common.figure("cold: ours over dd of the same files", common.paired(cold, ours, [DD]), 1.15),
-        common.figure("warm: ours over diffusers streaming", common.paired(warm, ours, [streaming]), 0.2),
-        common.figure("cold: ours over diffusers streaming", common.paired(cold, ours, [streaming]), 0.5),
-        common.figure("warm: verify=True over verify=False", common.paired(warm, verified, [ours]), 1.2),
-        common.figure("warm: ours over safetensors load_file", common.paired(warm, ours, ["safetensors load_file"]), 1.0),
+        common.figure("cold: ours over dd of the same files", common.paired(cold, OURS, [DD]), 1.15),
+        common.figure("warm: ours over diffusers streaming", common.paired(warm, OURS, [streaming]), 0.2),
+        common.figure("cold: ours over diffusers streaming", common.paired(cold, OURS, [streaming]), 0.5),
+        common.figure("verify=True over verify=False, every byte read", common.paired(checked, VERIFIED, [OURS]), 1.2),
     ]
     for mode, taken in samples.items():
-        if ours in taken:
-            most = max(sample["anonymous_mib"] for sample in taken[ours])
+        if OURS in taken:
+            most = max(sample["anonymous_mib"] for sample in taken[OURS])
             found.append(common.figure(f"{mode}: our private memory above the same imports, MiB", most, 64))
     return [each for each in found if each["value"] is not None]
 
@@ -161,10 +172,10 @@ def figures(samples: dict[str, dict[str, list[Sample]]]) -> list[dict[str, Any]]
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_checkpoint_flags(parser)
+    common.add_checkpoint_flags(parser, "load")
     parser.add_argument("--tp", type=int, default=4)
     parser.add_argument("--rank", type=int, default=1)
-    parser.add_argument("--modes", nargs="+", choices=("warm", "cold"), default=["warm", "cold"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these contestants (and dd)")
     args = parser.parse_args()
     bench = Bench(args)
@@ -172,30 +183,33 @@ def main() -> None:
     for mode in args.modes:
         common.say(f"load, {mode}")
         samples[mode] = common.take_turns(bench.contestants(mode), args.rounds)
-        note = common.COLD if mode == "cold" else common.WARM
-        tables.append(common.table(f"Load of rank {args.rank} of {args.tp}, {mode}", samples[mode], DD, note))
+        title = f"Load of rank {args.rank} of {args.tp}, {mode}"
+        title += " against not, warm, every byte read" if mode == "verified" else ", every page touched"
+        note = common.READY["cold" if mode == "cold" else "warm"][1]
+        tables.append(common.table(title, samples[mode], OURS if mode == "verified" else DD, note))
     report = common.document(
         "What does one rank's load cost against reading its bytes?",
         args.work,
-        checkpoint={"model": args.model, "nbytes": common.nbytes_of(common.files_in(bench.source)), "files": args.files},
+        checkpoint=common.checkpoint_record(args, bench.source),
         rank={"tp": args.tp, "rank": args.rank, "nbytes": bench.nbytes},
         rounds=args.rounds,
         tables=tables,
         figures=figures(samples),
         left_out=bench.listed["left_out"],
         about=bench.listed["about"],
-        memory="growth over the same process just before the load; anonymous: memory of no file, which cannot be dropped; "
-        "uss: mapped by no other process, so it counts page-cache pages that only this one maps; rss: all of it",
+        memory="growth over the same process just before the load; anonymous: of no file, so it cannot be dropped; "
+        "uss: mapped by no other process, which counts page-cache pages that only this one maps; rss: all of it",
         verified="every tensor, every round, by xxh3-128 against slices cut with torch; dd's bytes are not looked at",
     )
-    common.write(args.results, "load", report)
+    common.write(args.results, args.name, report)
 
 
 def child(arguments: list[str]) -> None:
     """`WHAT ARGUMENTS...` in a child process; prints JSON."""
-    run = {"load": child_load, "pack": child_pack, "list": child_list}[arguments[0]]
-    print(json.dumps(run(*arguments[1:])))
+    print(json.dumps(CHILDREN[arguments[0]](*arguments[1:])))
 
+
+CHILDREN: dict[str, Callable[..., dict[str, Any]]] = {"load": child_load, "pack": child_pack, "list": child_list}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:

@@ -19,6 +19,7 @@ import argparse
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from common import GB, Contestant, Sample
 
 OURS, PREFETCH, STREAMING = "ours", "ours + prefetch", "diffusers streaming"
 IMPORTS, DD = "imports + process group", "dd of our files"
-READ = 'for file do dd if="$file" of=/dev/null bs=8M status=none || exit 1; done'
 TOLERANCE = 0.05  # of the largest output; bf16, the sums of two ranks in another order
 
 HEAD = """
@@ -41,6 +41,8 @@ dist.init_process_group("gloo")
 stamps["group"] = time.monotonic()
 """
 
+ON_CPU = "from peers import let_diffusers_shard_on_cpu\nlet_diffusers_shard_on_cpu()"
+OURS_TOO = "import loader.load"
 LOAD_OURS = """
 model = loader.load_model({out!r}, device="cpu")
 """
@@ -83,11 +85,8 @@ def script(name: str, source: Path, out: Path) -> str:
     """The serving script of a contestant."""
     cls = json.loads((source / "config.json").read_text())["_class_name"]
     first = f"from loader.prefetch import prefetch; prefetch({str(out)!r})" if name == PREFETCH else ""
-    imports = {
-        STREAMING: f"from diffusers import {cls}\nfrom peers import let_diffusers_shard_on_cpu\nlet_diffusers_shard_on_cpu()",
-        IMPORTS: f"from diffusers import {cls}\nimport loader.load",
-    }.get(name, "import loader")
-    text = HEAD.replace("{first}", first).replace("{imports}", imports)
+    imports = {STREAMING: f"from diffusers import {cls}\n{ON_CPU}", IMPORTS: f"from diffusers import {cls}\n{OURS_TOO}"}
+    text = HEAD.replace("{first}", first).replace("{imports}", imports.get(name, "import loader"))
     if name == IMPORTS:
         return text + TAIL_EMPTY
     load = LOAD_STREAMING if name == STREAMING else LOAD_OURS
@@ -112,13 +111,13 @@ class Bench:
     def contestants(self) -> list[Contestant]:
         """All of them, cold."""
         weights = common.files_in(self.source)
-        found = []
+        found: list[Contestant] = []
         for name in (PREFETCH, OURS, STREAMING, IMPORTS):
             path = self.scripts / f"{len(found)}.py"
             path.write_text(script(name, self.source, self.out))
             reads = weights if name == STREAMING else self.files
-            found.append(Contestant(name, self._runner(name, path), lambda reads=reads: self._cold(reads)))
-        found.append(Contestant(DD, self._dd, lambda: self._cold(self.files)))
+            found.append(Contestant(name, self._runner(name, path), partial(self._cold, reads)))
+        found.append(Contestant(DD, self._dd, partial(self._cold, self.files)))
         return [each for each in found if not self.args.only or each.name in self.args.only]
 
     def _cold(self, paths: list[Path]) -> Sample:
@@ -155,7 +154,7 @@ class Bench:
         return found
 
     def _dd(self) -> Sample:
-        child = common.run_child(["sh", "-c", READ, "sh", *map(str, self.files)])
+        child = common.run_child(["sh", "-c", common.READ, "sh", *map(str, self.files)])
         return {"seconds": child.seconds, "disk_read_gb": child.disk_read_nbytes / GB}
 
 
@@ -177,7 +176,7 @@ def figures(samples: dict[str, list[Sample]]) -> list[dict[str, Any]]:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_checkpoint_flags(parser)
+    common.add_checkpoint_flags(parser, "start")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these contestants")
     args = parser.parse_args()
@@ -188,7 +187,7 @@ def main() -> None:
     report = common.document(
         "How long from the start of the processes to the first output?",
         args.work,
-        checkpoint={"model": args.model, "nbytes": common.nbytes_of(common.files_in(bench.source)), "files": args.files},
+        checkpoint=common.checkpoint_record(args, bench.source),
         ranks={"ranks": args.ranks, "nbytes_of_the_set": common.nbytes_of(bench.files)},
         rounds=args.rounds,
         tables=[common.table(f"Cold start, {args.ranks} gloo ranks", samples, baseline, common.COLD)],
@@ -196,7 +195,7 @@ def main() -> None:
         output_differences=bench.differences(),
         verified="what every rank holds, every round, by xxh3-128 against slices cut with torch",
     )
-    common.write(args.results, "start", report)
+    common.write(args.results, args.name, report)
 
 
 if __name__ == "__main__":

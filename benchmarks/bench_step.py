@@ -24,7 +24,7 @@ OURS, DTENSOR = "ours", "diffusers DTensor"
 TOLERANCE = 1e-4  # of the largest output, fp32
 WARM_UPS = 2
 
-# FLUX's proportions: heads x channels is the width, the MLP is four times that. The rotary axes sum to the head's width.
+# FLUX's proportions: heads x channels is the width, the MLP is four times that; rotary axes sum to the channels.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"heads": 4, "channels": 16, "axes": [4, 6, 6], "blocks": 1, "image": 16, "text": 8},
     "small": {"heads": 8, "channels": 32, "axes": [8, 12, 12], "blocks": 4, "image": 64, "text": 32},

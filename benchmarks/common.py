@@ -32,6 +32,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 MIB, GB = 1 << 20, 1_000_000_000
 READ_NBYTES = 8 << 20  # read at once, when only reading matters
+READ = 'for file do dd if="$file" of=/dev/null bs=8M status=none || exit 1; done'  # for sh -c; the floor of reading
 CHILD_LIMIT_S = 1800
 COLD = (
     "each contestant's weight files are fsynced and dropped with posix_fadvise(POSIX_FADV_DONTNEED) before its turn, "
@@ -77,7 +78,7 @@ def table(title: str, samples: Mapping[str, Sequence[Sample]], baseline: str, no
     rows = []
     for name, taken in samples.items():
         seconds = [sample["seconds"] for sample in taken]
-        row = {
+        row: dict[str, Any] = {
             "name": name,
             "seconds": spread(seconds),
             "ratio": spread([mine / other for mine, other in zip(seconds, base, strict=True)]),
@@ -133,6 +134,9 @@ def warm(paths: Iterable[Path]) -> Sample:
             while file.readinto(buffer):
                 pass
     return {"warm_confirmed": all(is_cached(path) for path in paths)}
+
+
+READY = {"warm": (warm, WARM), "cold": (drop, COLD)}  # how files are made so, and what the report says of it
 
 
 def settle() -> None:
@@ -242,7 +246,7 @@ def run_ranks(argv: Sequence[str], n: int, limit_s: float = CHILD_LIMIT_S) -> li
             texts.append(log.read().decode(errors="replace"))
     failed = [rank for rank, process in enumerate(processes) if process.returncode != 0]
     if failed:
-        raise RuntimeError("\n".join(f"rank {rank}: {texts[rank][-1000:]}\n{texts[n + rank][-4000:]}" for rank in failed))
+        raise RuntimeError("\n".join(f"rank {rank}: {texts[rank][-1000:]}{texts[n + rank][-4000:]}" for rank in failed))
     return [RankEnd(json.loads(texts[rank].strip().splitlines()[-1]), started) for rank in range(n)]
 
 
@@ -284,7 +288,7 @@ def describe(dtype: str, shape: Sequence[int], digest: str) -> str:
 
 
 def digests_of_file(path: Path) -> dict[str, str]:
-    """`describe` of every tensor of a safetensors file. Parses the header itself, so that nothing of ours is trusted."""
+    """`describe` of every tensor of a safetensors file. Parses the header itself, so nothing of ours is trusted."""
     found = {}
     with open(path, "rb", buffering=0) as file:
         length = int.from_bytes(file.read(8), "little")
@@ -306,7 +310,8 @@ def digests_of_file(path: Path) -> dict[str, str]:
 
 def one_digest(described: Mapping[str, str]) -> str:
     """A single digest over the descriptions of many tensors."""
-    return str(xxhash.xxh3_128_hexdigest("\n".join(f"{name} {text}" for name, text in sorted(described.items()))))
+    lines = "\n".join(f"{name} {text}" for name, text in sorted(described.items()))
+    return str(xxhash.xxh3_128_hexdigest(lines.encode()))
 
 
 def check_equal(who: str, found: Mapping[str, str], expected: Mapping[str, str]) -> None:
@@ -319,14 +324,17 @@ def check_equal(who: str, found: Mapping[str, str], expected: Mapping[str, str])
 # --- checkpoints and sets ---
 
 
-def add_checkpoint_flags(parser: argparse.ArgumentParser) -> None:
-    """Which checkpoint, where, and how many rounds."""
+def add_checkpoint_flags(parser: argparse.ArgumentParser, name: str) -> None:
+    """Which checkpoint, where, how many rounds, and the report's name."""
     parser.add_argument("--work", type=Path, required=True, metavar="DIR", help="scratch folder, kept for the next run")
     parser.add_argument("--model", default="flux", help="as in make_checkpoint.py; small-NAME for a few MB")
     parser.add_argument("--gb", type=float, default=5.0)
     parser.add_argument("--files", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="where the JSON goes")
+    parser.add_argument(
+        "--name", default=name, help="of the JSON, so that runs of several kinds can stand side by side"
+    )
 
 
 def checkpoint(args: argparse.Namespace) -> Path:
@@ -348,12 +356,18 @@ def checkpoint(args: argparse.Namespace) -> Path:
     return folder
 
 
+def checkpoint_record(args: argparse.Namespace, source: Path) -> dict[str, Any]:
+    """What the report says of the checkpoint."""
+    weights = files_in(source)
+    return {"model": args.model, "nbytes": nbytes_of(weights), "files": len(weights)}
+
+
 def converted(source: Path, tp: int) -> Path:
-    """`source` converted for `tp` ranks, beside it; returns the folder that holds `tpN`."""
+    """`source` converted for `tp` ranks, by the code as it is now; returns the folder with `tpN`, beside `source`."""
     out = source.with_name(source.name.replace("source", "set", 1))
-    if not (out / f"tp{tp}").exists():
-        say(f"converting {source.name} for tp {tp}")
-        run_child(python("-m", "shardconv", "convert", "--tp", tp, "--quiet", source, out))
+    say(f"converting {source.name} for tp {tp}")
+    shutil.rmtree(out / f"tp{tp}", ignore_errors=True)  # of an earlier run, perhaps by other code
+    run_child(python("-m", "shardconv", "convert", "--tp", tp, "--quiet", source, out))
     return out
 
 
@@ -366,7 +380,10 @@ def rank_files(out: Path, tp: int, rank: int) -> list[Path]:
 
 def expected_slices(source: Path, tp: int) -> tuple[list[dict[str, str]], dict[str, str]]:
     """What each rank must hold alone, and what all hold, described; cut by diffusers' own rules, see oracle.py."""
-    result = run_child(python(HERE / "oracle.py", "expect", source, tp)).result
+    known = source.with_name(f"expected-tp{tp}-{source.name}.json")
+    if not known.exists():
+        known.write_text(json.dumps(run_child(python(HERE / "oracle.py", "expect", source, tp)).result))
+    result = json.loads(known.read_text())
     return result["ranks"], result["replicated"]
 
 
@@ -443,4 +460,3 @@ def versions() -> dict[str, str]:
 def say(text: str) -> None:
     """Progress, on stderr."""
     print(text, file=sys.stderr, flush=True)
-

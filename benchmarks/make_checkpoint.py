@@ -20,7 +20,7 @@ from shardconv.models import skeleton
 
 BLOCK = 1 << 24  # random elements drawn once; every tensor takes them from another place
 
-# Published configurations (config.json of the model's repo), without depth. Depth is given as {option: share of blocks}.
+# Published configurations (config.json of the model's repo), without depth. Depth is given as option and blocks.
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[tuple[str, int], ...]]] = {
     "flux": (
         "FluxTransformer2DModel",
@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], tuple[tuple[str, int], ...]]] = {
 
 
 def config_of(model: str, nbytes: int) -> tuple[str, dict[str, Any]]:
-    """Class name and config whose bf16 weights are the most that stay within `nbytes`, depths in the real proportion."""
+    """Class name and config whose bf16 weights are the most that stay within `nbytes`, depths in real proportion."""
     name, config, depths = MODELS[model]
     best = config | {option: 1 for option, _ in depths}
     for step in range(1, 10_000):

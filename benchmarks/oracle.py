@@ -26,7 +26,7 @@ def take(tensor: torch.Tensor, spec: Any, rank: int, tp: int) -> torch.Tensor:
     """What `rank` of `tp` holds of a whole `tensor`."""
     if spec is None or spec.dim is None:
         return tensor
-    parts = [block.chunk(tp, spec.dim)[rank] for block in tensor.split(spec.block_sizes, spec.dim)]
+    parts = [block.chunk(tp, spec.dim)[rank] for block in torch.split(tensor, spec.block_sizes, spec.dim)]
     return torch.cat(parts, spec.dim).contiguous()
 
 

@@ -1,8 +1,8 @@
-"""Ways to get one rank's tensors onto a device, each as its own documentation says; shared by bench_load and gpu_check.
+"""Ways to get one rank's tensors onto a device, each as its documentation says; for bench_load.py and gpu_check.py.
 
-A `Peer` is prepared (imports, process group) before the clock starts, then called once. One process stands for rank r of
-n: the process group is torch's fake one, so no way of loading waits for a rank that is not there. diffusers refuses
-tensor parallelism on a CPU by its list of device types; `let_diffusers_shard_on_cpu` extends that list, nothing else.
+A `Peer` is prepared (imports, process group) before the clock starts, then called once. One process stands for rank r
+of n: the process group is torch's fake one, so nothing waits for a rank that is not there. diffusers refuses tensor
+parallelism on a CPU by its list of device types; `let_diffusers_shard_on_cpu` extends that list, nothing else.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def fake_group(job: Job) -> None:
 
 
 def let_diffusers_shard_on_cpu() -> None:
-    """Add "cpu" to the device types that diffusers shards on, and take the CPU where it would ask for an accelerator."""
+    """Add "cpu" to the device types that diffusers shards on; take the CPU where it would ask for an accelerator."""
     from diffusers import ModelMixin
     from diffusers.hooks import tensor_parallel
     from diffusers.models._modeling_parallel import ParallelConfig, TensorParallelConfig
@@ -162,7 +162,7 @@ def _transfer(job: Job) -> Load:
 def _diffusers_streaming(job: Job) -> Load:
     fake_group(job)
     cls = model_class(job.source)
-    import torch.distributed.tensor.parallel  # noqa: F401 (imported late by diffusers; not to be timed)
+    import torch.distributed.tensor.parallel  # by diffusers imported late; not to be timed
 
     if job.device.type == "cpu":
         let_diffusers_shard_on_cpu()
@@ -301,22 +301,26 @@ OURS = "ours"
 VERIFIED = "ours, verify=True"
 STREAMING = "diffusers streaming"
 PREFETCH = "safetensors prefetch"
-_SOURCE = {"reads": lambda job: common.files_in(job.source)}
+
+
+def _source(job: Job) -> list[Path]:
+    return common.files_in(job.source)
+
 
 PEERS = {
     peer.name: peer
     for peer in (
         Peer(OURS, _ours, about="loader.load_model without its closing collective"),
         Peer(VERIFIED, functools.partial(_ours, verify=True), about="the same, every byte hashed first"),
-        Peer("ours, transfer alone", _transfer, devices=("cuda",), about="loader.transfer.read_file, no model"),
-        Peer(STREAMING, _diffusers_streaming, **_SOURCE, about="from_pretrained(parallel_config=...), own slices only"),
-        Peer("diffusers, then shard", _diffusers_then_shard, **_SOURCE, about="from_pretrained, enable_parallelism"),
+        Peer("ours, read_file alone", _transfer, about="loader.transfer.read_file: copied, no model"),
+        Peer(STREAMING, _diffusers_streaming, _source, about="from_pretrained(parallel_config=...), own slices only"),
+        Peer("diffusers, then shard", _diffusers_then_shard, _source, about="from_pretrained, enable_parallelism"),
         Peer("safetensors load_file", _load_file, about="of our files; no model, nothing wrapped"),
         Peer(PREFETCH, _safetensors_prefetch, devices=("cuda",), about="safe_open.prefetch of safetensors 0.9"),
         Peer("fastsafetensors", _fastsafetensors, needs="fastsafetensors", about="of our files, no GPU direct storage"),
         Peer("runai-model-streamer", _runai, needs="runai_model_streamer", about="of our files"),
-        Peer("flashpack", _flashpack, lambda job: [job.flashpack], "flashpack", about="the tensors in its own format"),
-        Peer("tensorizer", _tensorizer, lambda job: [job.tensorizer], "tensorizer", about="the tensors in its own format"),
+        Peer("flashpack", _flashpack, lambda job: [job.flashpack], "flashpack", about="in its own format"),
+        Peer("tensorizer", _tensorizer, lambda job: [job.tensorizer], "tensorizer", about="in its own format"),
         Peer("instanttensor", _instanttensor, needs="instanttensor", devices=("cuda",), about="of our files"),
     )
 }
