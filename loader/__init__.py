@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from .readahead import prefetch
 
 if TYPE_CHECKING:
+    from .inputs import check_inputs as check_inputs
     from .load import load_model as load_model
     from .parallel import parallelize as parallelize
     from .pipeline import load_pipeline as load_pipeline
 
-__all__ = ["load_model", "load_pipeline", "parallelize", "prefetch"]
+__all__ = ["check_inputs", "load_model", "load_pipeline", "parallelize", "prefetch"]
 
-_HOME = {"load_model": "load", "load_pipeline": "pipeline", "parallelize": "parallel"}
+_HOME = {"check_inputs": "inputs", "load_model": "load", "load_pipeline": "pipeline", "parallelize": "parallel"}
 
 
 def __getattr__(name: str) -> Any:

@@ -150,7 +150,7 @@ def convert_all(
     new_progress: NewProgress = lambda what, total: lambda nbytes: None,
 ) -> list[Outcome]:
     """As `convert`, with an outcome for each sharded component. All components are checked before one is written."""
-    if options.tp < 1:
+    if type(options.tp) is not int or options.tp < 1:
         raise UsageError(f"--tp: expected a positive number of ranks, found {options.tp}")
     if Path(source).is_dir() and Path(source).resolve() in Path(out).resolve().parents:
         raise OutputError(f"{out}: lies inside the source {source}, which stays as it is; name another OUT")
@@ -163,7 +163,7 @@ def convert_all(
     cold = _cold_weights(located.folder, subfolder)
     with ReadAhead(cold, 0 if options.dry_run else READ_AHEAD_NBYTES):
         components = _components(located, subfolder, options)
-        jobs = [_prepare(located, name, out, options) for name in components]
+        jobs = _prepare_all(located, components, out, options)
     for job in jobs:
         _check_siblings(job, job.manifest)
     rest = _rest_of_pipeline(located.folder, components) if located.is_pipeline and subfolder is None else []
@@ -270,6 +270,21 @@ def pipeline_components(folder: Path) -> dict[str, tuple[str, str]]:
             if not name.isidentifier():
                 raise CheckpointError(f"{path}: expected component names, found {name!r}; do not trust it")
     return result
+
+
+def _prepare_all(located: _Located, components: Sequence[str], out: Path, options: Options) -> list[_Job]:
+    """Every component's job; the faults of all of them in one error."""
+    jobs: list[_Job] = []
+    errors: list[ShardconvError] = []
+    for name in components:
+        try:
+            jobs.append(_prepare(located, name, out, options))
+        except ShardconvError as error:
+            errors.append(error)
+    if errors:
+        kind = type(errors[0]) if len({type(error) for error in errors}) == 1 else CheckpointError
+        raise kind(*(issue for error in errors for issue in error.issues))
+    return jobs
 
 
 def _prepare(located: _Located, component: str, out: Path, options: Options) -> _Job:

@@ -325,9 +325,7 @@ def link_files(source: Path, out: Path, names: Iterable[str]) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.link(real, target)
-            except OSError as error:
-                if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
-                    raise
+            except OSError:  # another file system, or one without hard links; a real fault shows in copying too
                 _copy(real, target)
         except OSError as error:
             raise OutputError(f"{target}: cannot be written ({error.strerror}); choose another OUT") from None

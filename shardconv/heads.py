@@ -21,7 +21,15 @@ LOCAL_HEADS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "MiniMaxH3Transformer3DModel": {"MiniMaxH3Attention": ("heads",)},
 }
 
-HEAD_ATTRIBUTES = ("heads", "num_heads", "num_attention_heads", "n_heads", "kv_heads", "num_kv_heads")
+HEAD_ATTRIBUTES = (
+    "heads",
+    "num_heads",
+    "num_attention_heads",
+    "n_heads",
+    "kv_heads",
+    "num_kv_heads",
+    "num_key_value_heads",
+)
 CONFIG_HEADS = ("num_attention_heads", "num_key_value_heads", "num_kv_heads", "num_attention_kv_heads")
 
 

@@ -319,7 +319,8 @@ def _check_attention(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
     seen: set[str] = set()
     for owner in owners([module.name for module in modules if module.style.dim == 0]):
         parent = model.get_submodule(owner)
-        widths = {m.cut.block_sizes[0] for m in modules if m.style.dim == 0 and m.name.rpartition(".")[0] == owner}
+        mine = [module for module in modules if module.style.dim == 0 and module.name.rpartition(".")[0] == owner]
+        widths = {size for module in mine for size in module.cut.block_sizes}
         for child, module in parent.named_children():
             text = _norm_issue(child, module, widths) or _gate_issue(f"{owner}.{child}", module, names, heads, widths)
             if text and child not in seen:

@@ -138,3 +138,25 @@ def test_building_in_threads_leaves_torch_as_it_was() -> None:
     assert torch.nn.Module.register_parameter is register
     assert torch.get_default_dtype() == dtype
     assert real == [False] * 16
+
+
+def called_with_noise(path: Path, seeds: list[int]) -> str:
+    model = loader.load_model(path, device="cpu")
+    loader.check_inputs(model)
+    inputs = small_sets.inputs(NAME)
+    noise = torch.Generator().manual_seed(seeds[dist.get_rank()])
+    inputs["hidden_states"] = torch.randn(inputs["hidden_states"].shape, generator=noise)
+    with torch.no_grad():
+        model(**inputs, return_dict=False)
+        inputs["hidden_states"] += dist.get_rank()  # looked at once only
+        model(**inputs, return_dict=False)
+    return "done"
+
+
+@pytest.mark.slow
+def test_different_noise_is_found_when_asked_for() -> None:
+    """`check_inputs` raises on every rank, names the input, and costs later calls nothing."""
+    assert ranks.values(called_with_noise, small_sets.converted(NAME, 2), [1, 1]) == ["done", "done"]
+    outcome = ranks.same(ranks.run(called_with_noise, small_sets.converted(NAME, 2), [1, 2]))
+    assert outcome.error == "LoadError"
+    assert "the ranks were called with different hidden_states; give every rank the same" in outcome.text
