@@ -26,7 +26,7 @@ def check_inputs(model: nn.Module, group: Any = None) -> None:
         handle.remove()
         told = together(ranks, lambda: "\n".join(f"{name} {digest}" for name, digest in _digests(args, kwargs)))
         lines = [set(each.splitlines()) for each in told]
-        names = sorted({line.split()[0] for line in set.union(*lines) - set.intersection(*lines)})
+        names = sorted({line.split()[0] for line in lines[0].union(*lines) - lines[0].intersection(*lines)})
         if names:
             raise LoadError(
                 f"{type(module).__name__}: the ranks were called with different {', '.join(names)}; give every rank "
