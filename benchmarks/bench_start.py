@@ -84,7 +84,7 @@ dist.destroy_process_group()
 def script(name: str, source: Path, out: Path) -> str:
     """The serving script of a contestant."""
     cls = json.loads((source / "config.json").read_text())["_class_name"]
-    first = f"from loader.prefetch import prefetch; prefetch({str(out)!r})" if name == PREFETCH else ""
+    first = f"import loader; loader.prefetch({str(out)!r})" if name == PREFETCH else ""
     imports = {STREAMING: f"from diffusers import {cls}\n{ON_CPU}", IMPORTS: f"from diffusers import {cls}\n{OURS_TOO}"}
     text = HEAD.replace("{first}", first).replace("{imports}", imports.get(name, "import loader"))
     if name == IMPORTS:

@@ -25,6 +25,7 @@ from .layout import ConvertPlan, StoredTensor
 from .pagecache import drop, start_writeback
 
 CHUNK_NBYTES = 8 << 20  # bytes read at once by a worker
+WRITE_NBYTES = 1 << 20  # bytes written at once; larger writes stalled in the kernel (benchmarks/README.md, log)
 WORKERS = max(2, min(4, os.cpu_count() or 1))
 
 Progress = Callable[[int], None]  # called with a number of source bytes just dealt with
@@ -66,7 +67,7 @@ class _Slice:
 def write_all(fd: int, data: memoryview, offset: int) -> None:
     """`pwrite` until every byte of `data` is written. Raises `OSError` as the system does."""
     while data.nbytes:
-        written = os.pwrite(fd, data, offset)
+        written = os.pwrite(fd, data[:WRITE_NBYTES], offset)
         data, offset = data[written:], offset + written
 
 
