@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -67,5 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> None:
-    """The console script."""
-    sys.exit(main())
+    """The console script. Looking for garbage among what torch and diffusers leave takes longer than a small
+    conversion, at imports and once more at the end; a process this short does without."""
+    gc.disable()
+    code = main()
+    gc.freeze()
+    sys.exit(code)
