@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from shardconv.conversion import MODEL_INDEX, pipeline_components
 from shardconv.destination import sets_in
 from shardconv.errors import SetError, UsageError
+from shardconv.sources import MODEL_INDEX, pipeline_components
 
 from .load import load_model
 from .parallel import WAY_OUT

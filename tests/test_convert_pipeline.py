@@ -16,7 +16,8 @@ from small_pipelines import build_flux_pipeline
 
 from shardconv import CheckpointError, Manifest, OutputError, PlanError, ShardconvWarning, UsageError, convert
 from shardconv.cli.main import main
-from shardconv.conversion import Options, convert_all
+from shardconv.conversion import convert_all
+from shardconv.preparation import Options
 
 OTHERS = {"vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler"}
 

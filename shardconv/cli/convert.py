@@ -6,8 +6,9 @@ import argparse
 import json
 import sys
 
-from ..conversion import DTYPES, Options, Outcome, convert_all
+from ..conversion import Outcome, convert_all
 from ..plan import read_plan_file
+from ..preparation import DTYPES, Options
 from ..summary import Summary, human, summarize
 from .progress import progress_bars
 
