@@ -22,8 +22,10 @@ from .locate import find_set
 from .parallel import apply, check_layers
 from .ranks import Ranks, place_of, ranks_of, together
 from .readahead import read_ahead
-from .transfer import map_file, read_file
+from .transfer import map_file, read_file, read_into_memory
 from .validate import OpenSet, check_digests, check_model, open_set
+
+TRANSFERS = ("mmap", "read")
 
 
 def load_model(
@@ -34,6 +36,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     group: Any = None,
     verify: bool = False,
+    transfer: str | None = None,
 ) -> nn.Module:
     """Load this rank's part of a converted model.
 
@@ -45,10 +48,17 @@ def load_model(
         group: a process group or a one-dimensional device mesh whose ranks share the model; None for all processes.
             A set of tp degree 1 needs none.
         verify: also hash every byte against the manifest before it is used.
+        transfer: "mmap" maps the files: on the CPU parameters are views into the mapping and pages come in when used,
+            an accelerator is copied to from it. "read" reads each file once, front to back: on the CPU into plain
+            memory, to an accelerator through a few pinned buffers. None is "mmap" on the CPU, else "read".
+
+    A mapped file must stay as it is while the model lives. When another program shortens it, or the network disk under
+    it goes away, touching a parameter ends the process (SIGBUS, no exception); when it is rewritten in place, weights
+    change. Replacing files by rename, as `shardconv convert --overwrite` does, is safe. After `transfer="read"` the
+    files do not matter any more, and a file shortened meanwhile is an ordinary error: choose it for network disks.
 
     Returns:
-        The diffusers model, an instance of its own class in eval mode, for inference (no gradients). On the CPU its
-        parameters are views into the mapped files.
+        The diffusers model, an instance of its own class in eval mode, for inference (no gradients).
 
     Raises:
         LoadError: on every rank, with the reasons of the ranks that could not load.
@@ -60,7 +70,9 @@ def load_model(
     def load() -> str:
         nonlocal model
         _check_dtype(dtype)
-        model, conversion_id = _load_rank(path, subfolder, place_of(device), dtype, ranks, verify)
+        if transfer not in (None, *TRANSFERS):
+            raise UsageError(f"transfer: expected {' or '.join(map(repr, TRANSFERS))}, found {transfer!r}")
+        model, conversion_id = _load_rank(path, subfolder, place_of(device), dtype, ranks, verify, transfer)
         return f"{conversion_id} as {dtype or 'stored'}"
 
     ids = together(ranks, load)
@@ -87,18 +99,20 @@ def _load_rank(
     dtype: torch.dtype | None,
     ranks: Ranks,
     verify: bool,
+    transfer: str | None = None,
 ) -> tuple[nn.Module, str]:
     """This rank's model and the id of its conversion; no other rank is waited for."""
     opened = open_set(find_set(path, subfolder, ranks.size), ranks.rank, ranks.size)
     manifest = opened.manifest
-    with _reading(opened, device) as take:
+    with _reading(opened, device, transfer) as take:
         cls = models.model_class(manifest.model_class, opened.config.get("_diffusers_version"))
         model = models.skeleton(cls, opened.config, _building_dtype(manifest, dtype))
         resolution = check_model(opened, model)
         check_layers(model, resolution.modules)
+        loaded = take()
         if verify:
-            check_digests(opened, ranks.rank)
-        tensors = take()
+            check_digests(opened, loaded)
+        tensors = {name: tensor for file in loaded for name, tensor in file.items()}
     if dtype is not None:
         tensors = _cast(tensors, dtype, models.keep_in_fp32(cls))
     _attach(model, tensors, device)
@@ -109,18 +123,29 @@ def _load_rank(
 
 
 @contextmanager
-def _reading(opened: OpenSet, device: torch.device) -> Iterator[Callable[[], dict[str, torch.Tensor]]]:
-    """Bytes move while the model's skeleton is built; the value gives the tensors of this rank's files by name."""
-    if device.type == "cpu":
+def _reading(
+    opened: OpenSet, device: torch.device, transfer: str | None
+) -> Iterator[Callable[[], list[dict[str, torch.Tensor]]]]:
+    """Bytes move while the model's skeleton is built; the value gives the tensors of each of this rank's files."""
+    on_cpu = device.type == "cpu"
+    if transfer == "mmap" or (transfer is None and on_cpu):
         cold = [file.path for file in opened.files if not is_cached(file.path)]
         if cold:
             read_ahead(cold)
-        yield lambda: {k: v for file in opened.files for k, v in map_file(file.path, file.header).items()}
+        yield lambda: [
+            {name: tensor.to(device) for name, tensor in map_file(file.path, file.header).items()}
+            for file in opened.files
+        ]
         return
     with ThreadPoolExecutor(1, "loader-transfer") as executor:
-        pending = [executor.submit(read_file, file.path, file.header, device) for file in opened.files]
+        pending = [
+            executor.submit(read_into_memory, file.path, file.header)
+            if on_cpu
+            else executor.submit(read_file, file.path, file.header, device)
+            for file in opened.files
+        ]
         try:
-            yield lambda: {k: v for future in pending for k, v in future.result().items()}
+            yield lambda: [future.result() for future in pending]
         finally:
             for future in pending:
                 future.cancel()

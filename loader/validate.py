@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 
 from shardconv import models
@@ -20,6 +19,8 @@ from shardconv.errors import PlanError, SetError
 from shardconv.manifest import Manifest
 from shardconv.resolve import Resolution, resolve
 from shardconv.sets import SetFile, open_files
+
+HASHED_NBYTES = 16 << 20  # bytes at once, and the host memory of one thread when they come from an accelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,29 +95,29 @@ def _how(cut: Cut | None) -> str:
     return "whole" if cut is None else f"cut on dim {cut.dim} in blocks {list(cut.block_sizes)}"
 
 
-def check_digests(opened: OpenSet, rank: int) -> None:
-    """Hash every slice of this rank's files against the manifest, on all cores, through a mapping of their own.
+def check_digests(opened: OpenSet, loaded: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Hash the tensors of each file, `loaded` in the order of `opened.files`, against the manifest; on all cores.
 
     Raises `SetError`, every damaged tensor named.
     """
-    with ExitStack() as stack:
-        executor = stack.enter_context(ThreadPoolExecutor(max(2, os.cpu_count() or 1), "loader-verify"))
-        found = []
-        for file in opened.files:
-            with open(file.path, "rb") as raw:
-                mapping = mmap.mmap(raw.fileno(), file.header.file_nbytes, prot=mmap.PROT_READ)
-            for entry in file.header.tensors:
-                start = file.header.data_start + entry.start
-                found.append((file, entry, executor.submit(_digest, mapping, start, entry.nbytes)))
-        issues = []
-        for file, entry, future in found:
-            known = opened.manifest.digests[entry.name]
-            if future.result() != known[rank if len(known) > 1 else 0]:
-                issues.append(f"{file.path.name}: {entry.name} is damaged (its digest differs); fetch it again")
+    slices = [
+        (file, name, tensor) for file, each in zip(opened.files, loaded, strict=True) for name, tensor in each.items()
+    ]
+    with ThreadPoolExecutor(max(2, os.cpu_count() or 1), "loader-verify") as executor:
+        digests = list(executor.map(_digest, [tensor for _, _, tensor in slices]))
+    issues = []
+    for (file, name, _), digest in zip(slices, digests, strict=True):
+        known = opened.manifest.digests[name]
+        if digest != known[(file.rank or 0) if len(known) > 1 else 0]:
+            issues.append(f"{file.path.name}: {name} is damaged (its digest differs); fetch it again")
     if issues:
         raise SetError(*issues)
 
 
-def _digest(mapping: mmap.mmap, start: int, nbytes: int) -> str:
-    with memoryview(mapping) as whole, whole[start : start + nbytes] as part:
-        return xxhash.xxh3_128_hexdigest(part)
+def _digest(tensor: torch.Tensor) -> str:
+    """xxh3-128 of a tensor's bytes; from an accelerator they come back a part at a time."""
+    hasher = xxhash.xxh3_128()
+    data = tensor.flatten().view(torch.uint8)
+    for start in range(0, data.nbytes, HASHED_NBYTES):
+        hasher.update(data[start : start + HASHED_NBYTES].cpu().numpy())
+    return str(hasher.hexdigest())
