@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from shardconv import models
 from shardconv.dtypes import torch_dtype
 from shardconv.errors import LoadError, SetError, UsageError
-from shardconv.header import REAL_FLOATS
+from shardconv.header import REAL_FLOATS, FileHeader
 from shardconv.manifest import Manifest
 from shardconv.pagecache import is_cached
 
@@ -23,9 +24,11 @@ from .parallel import apply, check_layers
 from .ranks import Ranks, place_of, ranks_of, together
 from .readahead import read_ahead
 from .transfer import map_file, read_file, read_into_memory
-from .validate import OpenSet, check_digests, check_model, open_set
+from .validate import OpenSet, check_model, checking, open_set
 
 TRANSFERS = ("mmap", "read")
+
+Take = Callable[[], Mapping[str, torch.Tensor]]  # waits for one file's tensors, by name
 
 
 def load_model(
@@ -104,15 +107,16 @@ def _load_rank(
     """This rank's model and the id of its conversion; no other rank is waited for."""
     opened = open_set(find_set(path, subfolder, ranks.size), ranks.rank, ranks.size)
     manifest = opened.manifest
-    with _reading(opened, device, transfer) as take:
+    with (
+        _reading(opened, device, transfer) as files,
+        checking(opened, files) if verify else nullcontext(lambda: None) as check,
+    ):
         cls = models.model_class(manifest.model_class, opened.config.get("_diffusers_version"))
         model = models.skeleton(cls, opened.config, _building_dtype(manifest, dtype))
         resolution = check_model(opened, model)
         check_layers(model, resolution.modules)
-        loaded = take()
-        if verify:
-            check_digests(opened, loaded)
-        tensors = {name: tensor for file in loaded for name, tensor in file.items()}
+        check()
+        tensors = {name: tensor for take in files for name, tensor in take().items()}
     if dtype is not None:
         tensors = _cast(tensors, dtype, models.keep_in_fp32(cls))
     _attach(model, tensors, device)
@@ -123,32 +127,28 @@ def _load_rank(
 
 
 @contextmanager
-def _reading(
-    opened: OpenSet, device: torch.device, transfer: str | None
-) -> Iterator[Callable[[], list[dict[str, torch.Tensor]]]]:
-    """Bytes move while the model's skeleton is built; the value gives the tensors of each of this rank's files."""
-    on_cpu = device.type == "cpu"
-    if transfer == "mmap" or (transfer is None and on_cpu):
-        cold = [file.path for file in opened.files if not is_cached(file.path)]
-        if cold:
-            read_ahead(cold)
-        yield lambda: [
-            {name: tensor.to(device) for name, tensor in map_file(file.path, file.header).items()}
-            for file in opened.files
-        ]
-        return
+def _reading(opened: OpenSet, device: torch.device, transfer: str | None) -> Iterator[list[Take]]:
+    """Bytes move while the model's skeleton is built; what gives the tensors of each of this rank's files."""
+    transfer = transfer or ("mmap" if device.type == "cpu" else "read")
+    cold = [file.path for file in opened.files if transfer == "mmap" and not is_cached(file.path)]
+    if cold:
+        read_ahead(cold)
     with ThreadPoolExecutor(1, "loader-transfer") as executor:
-        pending = [
-            executor.submit(read_into_memory, file.path, file.header)
-            if on_cpu
-            else executor.submit(read_file, file.path, file.header, device)
-            for file in opened.files
-        ]
+        pending = [executor.submit(_transfer, file.path, file.header, device, transfer) for file in opened.files]
         try:
-            yield lambda: [future.result() for future in pending]
+            yield [future.result for future in pending]
         finally:
             for future in pending:
                 future.cancel()
+
+
+def _transfer(path: Path, header: FileHeader, device: torch.device, transfer: str) -> Mapping[str, torch.Tensor]:
+    """The tensors of one file on `device`."""
+    if device.type == "cpu":
+        return map_file(path, header) if transfer == "mmap" else read_into_memory(path, header)
+    if transfer == "mmap":
+        return {name: tensor.to(device) for name, tensor in map_file(path, header).items()}
+    return read_file(path, header, device)
 
 
 def _building_dtype(manifest: Manifest, dtype: torch.dtype | None) -> torch.dtype:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from shardconv.manifest import Manifest
 from shardconv.resolve import Resolution, resolve
 from shardconv.sets import SetFile, open_files
 
-HASHED_NBYTES = 16 << 20  # bytes at once, and the host memory of one thread when they come from an accelerator
+FETCHED_NBYTES = 16 << 20  # bytes brought back from an accelerator at once, to be hashed; the host memory of one thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,29 +97,51 @@ def _how(cut: Cut | None) -> str:
     return "whole" if cut is None else f"cut on dim {cut.dim} in blocks {list(cut.block_sizes)}"
 
 
-def check_digests(opened: OpenSet, loaded: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Hash the tensors of each file, `loaded` in the order of `opened.files`, against the manifest; on all cores.
+@contextmanager
+def checking(
+    opened: OpenSet, loaded: Sequence[Callable[[], Mapping[str, torch.Tensor]]]
+) -> Iterator[Callable[[], None]]:
+    """Hash the tensors of `opened.files` against the manifest until left, on all cores, while other things go on.
 
-    Raises `SetError`, every damaged tensor named.
+    `loaded` gives the tensors of each file, waiting for them. Calling the value waits until all are hashed; it raises
+    `SetError`, every damaged tensor named.
     """
-    slices = [
-        (file, name, tensor) for file, each in zip(opened.files, loaded, strict=True) for name, tensor in each.items()
-    ]
-    with ThreadPoolExecutor(max(2, os.cpu_count() or 1), "loader-verify") as executor:
-        digests = list(executor.map(_digest, [tensor for _, _, tensor in slices]))
-    issues = []
-    for (file, name, _), digest in zip(slices, digests, strict=True):
-        known = opened.manifest.digests[name]
-        if digest != known[(file.rank or 0) if len(known) > 1 else 0]:
-            issues.append(f"{file.path.name}: {name} is damaged (its digest differs); fetch it again")
-    if issues:
-        raise SetError(*issues)
+    files = zip(opened.files, loaded, strict=True)
+    slices = enumerate((file, name, tensor) for file, take in files for name, tensor in take().items())
+    lock, stop = threading.Lock(), threading.Event()
+
+    def hash_some() -> list[tuple[int, str]]:
+        found = []
+        while not stop.is_set():
+            with lock:
+                number, slice_ = next(slices, (-1, None))
+            if slice_ is None:
+                break
+            file, name, tensor = slice_
+            known = opened.manifest.digests[name]
+            if _digest(tensor) != known[file.rank if file.rank is not None and len(known) > 1 else 0]:
+                found.append((number, f"{file.path.name}: {name} is damaged (its digest differs); fetch it again"))
+        return found
+
+    def check() -> None:
+        issues = sorted(issue for future in futures for issue in future.result())
+        if issues:
+            raise SetError(*(text for _, text in issues))
+
+    workers = max(2, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers, "loader-verify") as executor:
+        futures = [executor.submit(hash_some) for _ in range(workers)]
+        try:
+            yield check
+        finally:
+            stop.set()
 
 
 def _digest(tensor: torch.Tensor) -> str:
     """xxh3-128 of a tensor's bytes; from an accelerator they come back a part at a time."""
     hasher = xxhash.xxh3_128()
     data = tensor.flatten().view(torch.uint8)
-    for start in range(0, data.nbytes, HASHED_NBYTES):
-        hasher.update(data[start : start + HASHED_NBYTES].cpu().numpy())
-    return str(hasher.hexdigest())
+    part = max(1, data.nbytes) if data.is_cpu else FETCHED_NBYTES  # one call for all keeps off the interpreter lock
+    for start in range(0, data.nbytes, part):
+        hasher.update(data[start : start + part].cpu().numpy().data)
+    return hasher.hexdigest()
