@@ -24,6 +24,7 @@ POISON = 0xAA  # what fresh device memory holds
 
 _place = threading.local()
 _streams: list[LateStream] = []
+pinned_nbytes: list[int] = []  # of each allocation of pinned memory
 _lock = threading.RLock()
 
 
@@ -111,7 +112,10 @@ def installed() -> Iterator[None]:
         return LateTensor(torch.empty_strided(size, stride, dtype=options["dtype"]).fill_(0))
 
     def empty_pinned(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        return empty(*args, **options)
+        made = empty(*args, **options)
+        if pin_memory:
+            pinned_nbytes.append(made.nbytes)
+        return made
 
     with (
         mock.patch.object(torch, "empty", empty_pinned),

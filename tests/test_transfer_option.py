@@ -7,6 +7,7 @@ import mmap
 import os
 import resource
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,35 @@ def test_a_pipeline_hands_it_on(tmp_path):
         assert bool(mapped_files(tmp_path / "out" / "transformer" / "tp1")) is (way is None)
         del pipeline
         gc.collect()
+
+
+@each_way
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_load_that_is_given_up_leaves_no_thread(way, verify, out):
+    """When the model does not fit, reading and hashing stop."""
+    before = set(threading.enumerate())
+    wrong = mock.patch.object(load, "check_model", side_effect=shardconv.SetError("another model"))
+    with wrong, pytest.raises(shardconv.SetError, match="another model"):
+        loader.load_model(out, device="cpu", transfer=way, verify=verify)
+    assert set(threading.enumerate()) == before
+
+
+@each_way
+def test_verify_finds_damage_in_each_way(way, out):
+    """A flipped bit is found whichever way the bytes went, every damaged tensor named in the order of the file."""
+    path = out / "tp1" / "rank-00000-of-00001.safetensors"
+    header = FileHeader.read(path)
+    damaged = [header.tensors[0], header.tensors[-1]]
+    with open(path, "r+b") as file:
+        for entry in damaged:
+            file.seek(header.data_start + entry.end - 1)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+    with pytest.raises(shardconv.SetError) as caught:
+        loader.load_model(out, device="cpu", transfer=way, verify=True)
+    told = "{}: {} is damaged (its digest differs); fetch it again"
+    assert caught.value.issues == tuple(told.format(path.name, entry.name) for entry in damaged)
 
 
 # --- what another program does to the files ---

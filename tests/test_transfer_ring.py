@@ -232,6 +232,19 @@ def test_late_copies_arrive_whole(tmp_path):
     assert on_one(read_late, [saved(tmp_path / f"{nbytes}", nbytes) for nbytes in sizes], CHUNKS) == []
 
 
+def pinned(path: Path, chunk: int) -> list[int]:
+    assert read_late([path], (chunk,)) == []
+    return late_device.pinned_nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nbytes", [3 * MB, 40 * MB])
+def test_pinned_memory_is_two_chunks_a_reader(nbytes, tmp_path):
+    """Whatever the file, two buffers of a chunk (torch pins powers of two) for each reader that has something to do."""
+    readers = min(transfer.READERS, nbytes // MB)
+    assert on_one(pinned, saved(tmp_path / "x.safetensors", nbytes - 100), MB) == [MB] * 2 * readers
+
+
 def read_carelessly(path: Path, owner: Any, name: str) -> list[str]:
     with mock.patch.object(owner, name, return_value=None):
         return read_late([path], (4 * KB,))
