@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from shardconv import models
 from shardconv.dtypes import torch_dtype
 from shardconv.errors import LoadError, SetError, UsageError
-from shardconv.header import REAL_FLOATS
+from shardconv.header import REAL_FLOATS, FileHeader
 from shardconv.manifest import Manifest
 from shardconv.pagecache import is_cached
 
@@ -22,8 +23,12 @@ from .locate import find_set
 from .parallel import apply, check_layers
 from .ranks import Ranks, place_of, ranks_of, together
 from .readahead import read_ahead
-from .transfer import map_file, read_file
-from .validate import OpenSet, check_digests, check_model, open_set
+from .transfer import map_file, read_file, read_into_memory
+from .validate import OpenSet, check_model, checking, open_set
+
+TRANSFERS = ("mmap", "read")
+
+Take = Callable[[], Mapping[str, torch.Tensor]]  # waits for one file's tensors, by name
 
 
 def load_model(
@@ -34,6 +39,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     group: Any = None,
     verify: bool = False,
+    transfer: str | None = None,
 ) -> nn.Module:
     """Load this rank's part of a converted model.
 
@@ -45,10 +51,17 @@ def load_model(
         group: a process group or a one-dimensional device mesh whose ranks share the model; None for all processes.
             A set of tp degree 1 needs none.
         verify: also hash every byte against the manifest before it is used.
+        transfer: "mmap" maps the files: on the CPU parameters are views into the mapping and pages come in when used,
+            an accelerator is copied to from it. "read" reads each file once, front to back: on the CPU into plain
+            memory, to an accelerator through a few pinned buffers. None is "mmap" on the CPU, else "read".
+
+    A mapped file must stay as it is while the model lives. When another program shortens it, or the network disk under
+    it goes away, touching a parameter ends the process (SIGBUS, no exception); when it is rewritten in place, weights
+    change. Replacing files by rename, as `shardconv convert --overwrite` does, is safe. After `transfer="read"` the
+    files do not matter any more, and a file shortened meanwhile is an ordinary error: choose it for network disks.
 
     Returns:
-        The diffusers model, an instance of its own class in eval mode, for inference (no gradients). On the CPU its
-        parameters are views into the mapped files.
+        The diffusers model, an instance of its own class in eval mode, for inference (no gradients).
 
     Raises:
         LoadError: on every rank, with the reasons of the ranks that could not load.
@@ -60,7 +73,9 @@ def load_model(
     def load() -> str:
         nonlocal model
         _check_dtype(dtype)
-        model, conversion_id = _load_rank(path, subfolder, place_of(device), dtype, ranks, verify)
+        if transfer not in (None, *TRANSFERS):
+            raise UsageError(f"transfer: expected {' or '.join(map(repr, TRANSFERS))}, found {transfer!r}")
+        model, conversion_id = _load_rank(path, subfolder, place_of(device), dtype, ranks, verify, transfer)
         return f"{conversion_id} as {dtype or 'stored'}"
 
     ids = together(ranks, load)
@@ -87,18 +102,21 @@ def _load_rank(
     dtype: torch.dtype | None,
     ranks: Ranks,
     verify: bool,
+    transfer: str | None = None,
 ) -> tuple[nn.Module, str]:
     """This rank's model and the id of its conversion; no other rank is waited for."""
     opened = open_set(find_set(path, subfolder, ranks.size), ranks.rank, ranks.size)
     manifest = opened.manifest
-    with _reading(opened, device) as take:
+    with (
+        _reading(opened, device, transfer) as files,
+        checking(opened, files) if verify else nullcontext(lambda: None) as check,
+    ):
         cls = models.model_class(manifest.model_class, opened.config.get("_diffusers_version"))
         model = models.skeleton(cls, opened.config, _building_dtype(manifest, dtype))
         resolution = check_model(opened, model)
         check_layers(model, resolution.modules)
-        if verify:
-            check_digests(opened, ranks.rank)
-        tensors = take()
+        check()
+        tensors = {name: tensor for take in files for name, tensor in take().items()}
     if dtype is not None:
         tensors = _cast(tensors, dtype, models.keep_in_fp32(cls))
     _attach(model, tensors, device)
@@ -109,21 +127,28 @@ def _load_rank(
 
 
 @contextmanager
-def _reading(opened: OpenSet, device: torch.device) -> Iterator[Callable[[], dict[str, torch.Tensor]]]:
-    """Bytes move while the model's skeleton is built; the value gives the tensors of this rank's files by name."""
-    if device.type == "cpu":
-        cold = [file.path for file in opened.files if not is_cached(file.path)]
-        if cold:
-            read_ahead(cold)
-        yield lambda: {k: v for file in opened.files for k, v in map_file(file.path, file.header).items()}
-        return
+def _reading(opened: OpenSet, device: torch.device, transfer: str | None) -> Iterator[list[Take]]:
+    """Bytes move while the model's skeleton is built; what gives the tensors of each of this rank's files."""
+    transfer = transfer or ("mmap" if device.type == "cpu" else "read")
+    cold = [file.path for file in opened.files if transfer == "mmap" and not is_cached(file.path)]
+    if cold:
+        read_ahead(cold)
     with ThreadPoolExecutor(1, "loader-transfer") as executor:
-        pending = [executor.submit(read_file, file.path, file.header, device) for file in opened.files]
+        pending = [executor.submit(_transfer, file.path, file.header, device, transfer) for file in opened.files]
         try:
-            yield lambda: {k: v for future in pending for k, v in future.result().items()}
+            yield [future.result for future in pending]
         finally:
             for future in pending:
                 future.cancel()
+
+
+def _transfer(path: Path, header: FileHeader, device: torch.device, transfer: str) -> Mapping[str, torch.Tensor]:
+    """The tensors of one file on `device`."""
+    if device.type == "cpu":
+        return map_file(path, header) if transfer == "mmap" else read_into_memory(path, header)
+    if transfer == "mmap":
+        return {name: tensor.to(device) for name, tensor in map_file(path, header).items()}
+    return read_file(path, header, device)
 
 
 def _building_dtype(manifest: Manifest, dtype: torch.dtype | None) -> torch.dtype:

@@ -25,13 +25,14 @@ def load_pipeline(
     dtype: torch.dtype | None = None,
     group: Any = None,
     verify: bool = False,
+    transfer: str | None = None,
     **components: Any,
 ) -> Any:
     """Load a converted pipeline folder: a diffusers pipeline, ready on `device`.
 
     Args:
         path: the folder that `shardconv convert` wrote from a pipeline.
-        device, dtype, group, verify: as in `load_model`; `dtype` also goes to the other components.
+        device, dtype, group, verify, transfer: as in `load_model`; `dtype` also goes to the other components.
         components: handed to `DiffusionPipeline.from_pretrained`, e.g. `text_encoder=None` or `variant="fp16"`.
 
     Every rank must call the pipeline with the same inputs and a generator seeded alike: noise that differs between
@@ -47,7 +48,9 @@ def load_pipeline(
     place = place_of(device)  # before any collective, which needs the device to be set
     sharded = together(ranks, lambda: _sharded_components(Path(path), components))[ranks.rank]
     for name in sharded:
-        components[name] = load_model(path, subfolder=name, device=place, dtype=dtype, group=group, verify=verify)
+        components[name] = load_model(
+            path, subfolder=name, device=place, dtype=dtype, group=group, verify=verify, transfer=transfer
+        )
     if dtype is None and sharded:  # the others in the dtype of the sharded one, not in fp32 as diffusers would
         dtype = components[sharded[0]].dtype
     if dtype is not None:
