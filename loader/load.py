@@ -18,6 +18,7 @@ from shardconv.header import REAL_FLOATS
 from shardconv.manifest import Manifest
 from shardconv.pagecache import is_cached
 
+from .joining import join
 from .locate import find_set
 from .parallel import apply, check_layers
 from .ranks import Ranks, place_of, ranks_of, together
@@ -39,16 +40,17 @@ def load_model(
 
     Args:
         path: what `shardconv convert` wrote: a component folder, an output folder with `subfolder`, or one set (`tp4`).
+            Its tp degree is the group's or a multiple of it (the smallest there is), whose slices are then joined.
         subfolder: the component inside `path`.
         device: where to; None is this rank's accelerator (LOCAL_RANK), else the CPU.
         dtype: cast real floating point to it, the class's `_keep_in_fp32_modules` excepted; None keeps what is stored.
         group: a process group or a one-dimensional device mesh whose ranks share the model; None for all processes.
-            A set of tp degree 1 needs none.
+            One process that loads alone needs none, whatever the degree, and gets an ordinary model.
         verify: also hash every byte against the manifest before it is used.
 
     Returns:
         The diffusers model, an instance of its own class in eval mode, for inference (no gradients). On the CPU its
-        parameters are views into the mapped files.
+        parameters are views into the mapped files, joined ones excepted.
 
     Raises:
         LoadError: on every rank, with the reasons of the ranks that could not load.
@@ -97,10 +99,10 @@ def _load_rank(
         resolution = check_model(opened, model)
         check_layers(model, resolution.modules)
         if verify:
-            check_digests(opened, ranks.rank)
+            check_digests(opened)
         tensors = take()
     if dtype is not None:
-        tensors = _cast(tensors, dtype, models.keep_in_fp32(cls))
+        _cast(tensors, dtype, models.keep_in_fp32(cls))
     _attach(model, tensors, device)
     if ranks.size > 1:
         apply(model, resolution.modules, ranks)
@@ -115,15 +117,27 @@ def _reading(opened: OpenSet, device: torch.device) -> Iterator[Callable[[], dic
         cold = [file.path for file in opened.files if not is_cached(file.path)]
         if cold:
             read_ahead(cold)
-        yield lambda: {k: v for file in opened.files for k, v in map_file(file.path, file.header).items()}
+        yield (
+            lambda: (
+                {k: v for file in opened.single for k, v in map_file(file.path, file.header).items()}
+                | _joined(opened, device)
+            )
+        )
         return
     with ThreadPoolExecutor(1, "loader-transfer") as executor:
-        pending = [executor.submit(read_file, file.path, file.header, device) for file in opened.files]
+        pending = [executor.submit(read_file, file.path, file.header, device) for file in opened.single]
+        pending.append(executor.submit(_joined, opened, device))
         try:
             yield lambda: {k: v for future in pending for k, v in future.result().items()}
         finally:
             for future in pending:
                 future.cancel()
+
+
+def _joined(opened: OpenSet, device: torch.device) -> dict[str, torch.Tensor]:
+    """The tensors that several files make together; none when the set's degree is the group's."""
+    cuts = {tensor.name: tensor.cut for tensor in opened.manifest.tensors}
+    return join(opened.joined, opened.manifest.tp_degree, cuts, device) if opened.joined else {}
 
 
 def _building_dtype(manifest: Manifest, dtype: torch.dtype | None) -> torch.dtype:
@@ -138,16 +152,12 @@ def _building_dtype(manifest: Manifest, dtype: torch.dtype | None) -> torch.dtyp
     return dtype if dtype.is_floating_point and dtype.itemsize > 1 else torch.float32
 
 
-def _cast(
-    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, fp32_modules: tuple[str, ...]
-) -> dict[str, torch.Tensor]:
+def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype, fp32_modules: tuple[str, ...]) -> None:
+    """In place, one after the other, so that no two copies of all of them stand side by side."""
     real = {torch_dtype(name) for name in REAL_FLOATS}
-    return {
-        name: tensor.to(torch.float32 if models.kept_in_fp32(name, fp32_modules) else dtype)
-        if tensor.dtype in real
-        else tensor
-        for name, tensor in tensors.items()
-    }
+    for name, tensor in tensors.items():
+        if tensor.dtype in real:
+            tensors[name] = tensor.to(torch.float32 if models.kept_in_fp32(name, fp32_modules) else dtype)
 
 
 def _attach(model: nn.Module, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import loader
 import shardconv
 from loader import load, parallel
+from loader.locate import find_set
 from shardconv import models, small_models
 from shardconv.header import DATA_ALIGNMENT, FileHeader
 from shardconv.manifest import Manifest
@@ -289,12 +290,13 @@ def test_nodes_with_different_conversions_are_refused(out, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("inner", ["", "tp4"])
-def test_a_set_for_another_number_of_ranks_is_refused(inner, tmp_path):
-    """A tp 4 set on 2 ranks, given by its component folder or its own, says both numbers and what to run (F4)."""
-    out = small_sets.copied(small_sets.converted(NAME, 4), tmp_path / "out")
-    text = refused(out / inner)
-    assert re.match(r"every rank: \S+: converted for tp degree 4, this group has 2 ranks", text)
-    assert text.endswith(f"; run: shardconv convert --tp 2 SOURCE {out}")
+def test_f4_a_set_that_the_number_of_ranks_does_not_divide_is_refused(inner):
+    """A tp 4 set on 3 ranks, given by its component folder or its own, says both numbers and what to run."""
+    out = small_sets.converted(NAME, 4)
+    assert refused(out / inner, n=3) == (
+        f"every rank: {out / inner}: converted for tp degree 4, this group has 3 ranks; "
+        f"run: shardconv reshard --tp 3 {out / 'tp4'} {out}"
+    )
 
 
 def test_a_set_folder_without_its_manifest_is_not_complete(tmp_path):
@@ -314,14 +316,16 @@ def test_a_dtype_that_weights_cannot_have_is_refused(dtype):
         loader.load_model(small_sets.converted(NAME, 1), device="cpu", dtype=dtype)
 
 
-@pytest.mark.slow
-def test_one_process_is_told_of_the_degrees_there_are(tmp_path):
-    """Alone, the error is the set's own, and it lists every degree that was converted."""
-    out = tmp_path / "out"
-    for tp in (2, 4):
-        shardconv.convert(small_sets.source(NAME), out, tp=tp)
-    with pytest.raises(shardconv.SetError, match="converted for tp degree 2 and 4, this group has 1 rank; run: "):
-        loader.load_model(out, device="cpu")
+def test_f4_the_degrees_that_there_are_are_listed(tmp_path):
+    """A group larger than every set is told of all of them, and to reshard the largest."""
+    for degree in (2, 4):
+        shutil.copytree(small_sets.converted(NAME, degree), tmp_path, dirs_exist_ok=True)
+    with pytest.raises(shardconv.SetError) as caught:
+        find_set(tmp_path, None, 8)
+    assert str(caught.value) == (
+        f"{tmp_path}: converted for tp degree 2 and 4, this group has 8 ranks; "
+        f"run: shardconv reshard --tp 8 {tmp_path / 'tp4'} {tmp_path}"
+    )
 
 
 def test_an_ordinary_checkpoint_is_refused_with_the_command_to_run():
