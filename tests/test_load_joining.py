@@ -308,5 +308,6 @@ def test_g1_joining_takes_no_more_than_the_result_and_one_tensor(dtype, tmp_path
     manifest = Manifest.read(tmp_path / "out" / "tp4")
     joined = sum(tensor.slice_nbytes(2) for tensor in manifest.tensors if tensor.cut)
     assert joined == 32 * MB
+    cast = 8 * MB if dtype else 0  # of the mapped tensor, before the joined ones shrink
     for peak in ranks.values(peak_of_loading, tmp_path / "out", dtype):
-        assert joined // (2 if dtype else 1) <= peak <= joined + 2 * MB + 4 * MB
+        assert joined <= peak <= joined + cast + 2 * MB + 4 * MB
