@@ -18,10 +18,11 @@ from shardconv.header import REAL_FLOATS
 from shardconv.manifest import Manifest
 from shardconv.pagecache import is_cached
 
+from .agreement import heed, together
 from .joining import join
 from .locate import find_set
 from .parallel import apply, check_layers
-from .ranks import Ranks, place_of, ranks_of, together
+from .ranks import TIMEOUT_S, Ranks, place_of, ranks_of
 from .readahead import read_ahead
 from .transfer import map_file, read_file
 from .validate import OpenSet, check_digests, check_model, open_set
@@ -35,6 +36,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     group: Any = None,
     verify: bool = False,
+    timeout: float = TIMEOUT_S,
 ) -> nn.Module:
     """Load this rank's part of a converted model.
 
@@ -47,6 +49,8 @@ def load_model(
         group: a process group or a one-dimensional device mesh whose ranks share the model; None for all processes.
             One process that loads alone needs none, whatever the degree, and gets an ordinary model.
         verify: also hash every byte against the manifest before it is used.
+        timeout: seconds that a rank which is done waits for the slowest before all raise, naming those that have not
+            answered; 10 minutes unless told otherwise.
 
     Returns:
         The diffusers model, an instance of its own class in eval mode, for inference (no gradients). On the CPU its
@@ -56,7 +60,7 @@ def load_model(
         LoadError: on every rank, with the reasons of the ranks that could not load.
         SetError, CheckpointError, UsageError: the same when one process runs alone.
     """
-    ranks = ranks_of(group)
+    ranks = ranks_of(group, timeout)
     model: nn.Module | None = None
 
     def load() -> str:
@@ -100,6 +104,7 @@ def _load_rank(
         check_layers(model, resolution.modules)
         if verify:
             check_digests(opened)
+        heed(ranks)
         tensors = take()
     if dtype is not None:
         _cast(tensors, dtype, models.keep_in_fp32(cls))
