@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -127,7 +127,8 @@ class _Exchange:
                 continue
             time.sleep(min(POLL_S, 0.001 + (now - start) / 20))
         told, issues = json.loads(self.store.get(self.key("verdict")))
-        self._leave(READ_S)
+        with suppress(dist.DistError):  # all have read, and the process that keeps the store was quicker to leave
+            self._leave()
         return told, issues
 
     def _silent(self) -> list[int]:
@@ -158,9 +159,9 @@ class _Exchange:
             verdict = [[told.get(rank) for rank in range(self.ranks.size)], issues]
             self.store.compare_set(self.key("verdict"), "", json.dumps(verdict))
 
-    def _leave(self, patience: float) -> None:
-        """Stay until all that answered have read the verdict, `patience` seconds at most."""
-        key, end = self.key("read"), time.monotonic() + patience
+    def _leave(self) -> None:
+        """Stay until all that answered have read the verdict, `READ_S` at most."""
+        key, end = self.key("read"), time.monotonic() + READ_S
         answered = self.ranks.size - len(self._silent())
         read = self.store.add(key, 1)
         while read < answered and time.monotonic() < end:
