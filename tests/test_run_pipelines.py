@@ -146,7 +146,7 @@ def test_the_dtype_reaches_every_component(kind, folders):
 
 
 @pytest.mark.slow
-def test_a_sharded_pipeline_refuses_offloading_and_saving(folders, tmp_path):
+def test_f9_f13_a_sharded_pipeline_refuses_offloading_and_saving(folders, tmp_path):
     """Offloading and saving a sharded pipeline fail by diffusers' own checks; saving says how to get whole weights."""
     _, out = folders("flux")
     for refusals in ranks.values(refusals_of, out, tmp_path / "saved"):
@@ -163,8 +163,8 @@ def load_each(outs: list[Path]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("absent", ["model_index.json", "vae/config.json", "transformer/tp2/replicated.safetensors"])
-def test_what_one_node_lacks_ends_all_ranks(absent, folders, tmp_path):
-    """A file missing on the node of rank 1, of whatever component, is rank 1's reason on both ranks, at once (F3)."""
+def test_f3_what_one_node_lacks_ends_all_ranks(absent, folders, tmp_path):
+    """A file missing on the node of rank 1, of whatever component, is rank 1's reason on both ranks, at once."""
     _, out = folders("flux")
     other = Path(shutil.copytree(out, tmp_path / "node1"))
     (other / absent).unlink()
