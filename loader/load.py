@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from shardconv.header import REAL_FLOATS, FileHeader
 from shardconv.manifest import Manifest
 from shardconv.pagecache import is_cached
 
+from .agreement import heed, together
+from .joining import join
 from .locate import find_set
 from .parallel import apply, check_layers
-from .ranks import Ranks, place_of, ranks_of, together
+from .ranks import TIMEOUT_S, Ranks, place_of, ranks_of
 from .readahead import read_ahead
 from .transfer import map_file, read_file, read_into_memory
 from .validate import OpenSet, check_model, checking, open_set
@@ -40,20 +43,24 @@ def load_model(
     group: Any = None,
     verify: bool = False,
     transfer: str | None = None,
+    timeout: float = TIMEOUT_S,
 ) -> nn.Module:
     """Load this rank's part of a converted model.
 
     Args:
         path: what `shardconv convert` wrote: a component folder, an output folder with `subfolder`, or one set (`tp4`).
+            Its tp degree is the group's or a multiple of it (the smallest there is), whose slices are then joined.
         subfolder: the component inside `path`.
         device: where to; None is this rank's accelerator (LOCAL_RANK), else the CPU.
         dtype: cast real floating point to it, the class's `_keep_in_fp32_modules` excepted; None keeps what is stored.
         group: a process group or a one-dimensional device mesh whose ranks share the model; None for all processes.
-            A set of tp degree 1 needs none.
+            One process that loads alone needs none, whatever the degree, and gets an ordinary model.
         verify: also hash every byte against the manifest before it is used.
         transfer: "mmap" maps the files: on the CPU parameters are views into the mapping and pages come in when used,
             an accelerator is copied to from it. "read" reads each file once, front to back: on the CPU into plain
             memory, to an accelerator through a few pinned buffers. None is "mmap" on the CPU, else "read".
+        timeout: seconds that a rank which is done waits for the slowest before all raise, naming those that have not
+            answered; 10 minutes unless told otherwise.
 
     A mapped file must stay as it is while the model lives. When another program shortens it, or the network disk under
     it goes away, touching a parameter ends the process (SIGBUS, no exception); when it is rewritten in place, weights
@@ -67,7 +74,7 @@ def load_model(
         LoadError: on every rank, with the reasons of the ranks that could not load.
         SetError, CheckpointError, UsageError: the same when one process runs alone.
     """
-    ranks = ranks_of(group)
+    ranks = ranks_of(group, timeout)
     model: nn.Module | None = None
 
     def load() -> str:
@@ -108,17 +115,18 @@ def _load_rank(
     opened = open_set(find_set(path, subfolder, ranks.size), ranks.rank, ranks.size)
     manifest = opened.manifest
     with (
-        _reading(opened, device, transfer) as files,
-        checking(opened, files) if verify else nullcontext(lambda: None) as check,
+        _reading(opened, device, transfer) as (stored, loaded),
+        checking(opened, stored) if verify else nullcontext(lambda: None) as check,
     ):
         cls = models.model_class(manifest.model_class, opened.config.get("_diffusers_version"))
         model = models.skeleton(cls, opened.config, _building_dtype(manifest, dtype))
         resolution = check_model(opened, model)
         check_layers(model, resolution.modules)
         check()
-        tensors = {name: tensor for take in files for name, tensor in take().items()}
+        heed(ranks)
+        tensors = {name: tensor for take in loaded for name, tensor in take().items()}
     if dtype is not None:
-        tensors = _cast(tensors, dtype, models.keep_in_fp32(cls))
+        _cast(tensors, dtype, models.keep_in_fp32(cls))
     _attach(model, tensors, device)
     if ranks.size > 1:
         apply(model, resolution.modules, ranks)
@@ -127,16 +135,24 @@ def _load_rank(
 
 
 @contextmanager
-def _reading(opened: OpenSet, device: torch.device, transfer: str | None) -> Iterator[list[Take]]:
-    """Bytes move while the model's skeleton is built; what gives the tensors of each of this rank's files."""
+def _reading(opened: OpenSet, device: torch.device, transfer: str | None) -> Iterator[tuple[list[Take], list[Take]]]:
+    """Bytes move while the model's skeleton is built. What gives the tensors of each of this rank's files as they stand
+    there, for checking; and what gives the model's tensors together."""
     transfer = transfer or ("mmap" if device.type == "cpu" else "read")
     cold = [file.path for file in opened.files if transfer == "mmap" and not is_cached(file.path)]
     if cold:
         read_ahead(cold)
     with ThreadPoolExecutor(1, "loader-transfer") as executor:
-        pending = [executor.submit(_transfer, file.path, file.header, device, transfer) for file in opened.files]
+        single = {
+            file.path: executor.submit(_transfer, file.path, file.header, device, transfer) for file in opened.single
+        }
+        pending: list[Future[Mapping[str, torch.Tensor]]] = [*single.values(), executor.submit(_joined, opened, device)]
+        stored: list[Take] = [
+            single[file.path].result if file.path in single else partial(map_file, file.path, file.header)
+            for file in opened.files
+        ]
         try:
-            yield [future.result for future in pending]
+            yield stored, [future.result for future in pending]
         finally:
             for future in pending:
                 future.cancel()
@@ -151,6 +167,12 @@ def _transfer(path: Path, header: FileHeader, device: torch.device, transfer: st
     return read_file(path, header, device)
 
 
+def _joined(opened: OpenSet, device: torch.device) -> Mapping[str, torch.Tensor]:
+    """The tensors that several files make together; none when the set's degree is the group's."""
+    cuts = {tensor.name: tensor.cut for tensor in opened.manifest.tensors}
+    return join(opened.joined, opened.manifest.tp_degree, cuts, device) if opened.joined else {}
+
+
 def _building_dtype(manifest: Manifest, dtype: torch.dtype | None) -> torch.dtype:
     """The default dtype to build the skeleton under, which decides the dtype of its buffers: as diffusers does, the
     one asked for; else the stored one that most weights have."""
@@ -163,16 +185,12 @@ def _building_dtype(manifest: Manifest, dtype: torch.dtype | None) -> torch.dtyp
     return dtype if dtype.is_floating_point and dtype.itemsize > 1 else torch.float32
 
 
-def _cast(
-    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, fp32_modules: tuple[str, ...]
-) -> dict[str, torch.Tensor]:
+def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype, fp32_modules: tuple[str, ...]) -> None:
+    """In place, one after the other, so that no two copies of all of them stand side by side."""
     real = {torch_dtype(name) for name in REAL_FLOATS}
-    return {
-        name: tensor.to(torch.float32 if models.kept_in_fp32(name, fp32_modules) else dtype)
-        if tensor.dtype in real
-        else tensor
-        for name, tensor in tensors.items()
-    }
+    for name, tensor in tensors.items():
+        if tensor.dtype in real:
+            tensors[name] = tensor.to(torch.float32 if models.kept_in_fp32(name, fp32_modules) else dtype)
 
 
 def _attach(model: nn.Module, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:

@@ -13,9 +13,10 @@ from shardconv.destination import sets_in
 from shardconv.errors import SetError, UsageError
 from shardconv.sources import MODEL_INDEX, pipeline_components
 
+from .agreement import together
 from .load import load_model
 from .parallel import WAY_OUT
-from .ranks import Ranks, place_of, ranks_of, together
+from .ranks import TIMEOUT_S, Ranks, place_of, ranks_of
 
 
 def load_pipeline(
@@ -26,13 +27,14 @@ def load_pipeline(
     group: Any = None,
     verify: bool = False,
     transfer: str | None = None,
+    timeout: float = TIMEOUT_S,
     **components: Any,
 ) -> Any:
     """Load a converted pipeline folder: a diffusers pipeline, ready on `device`.
 
     Args:
         path: the folder that `shardconv convert` wrote from a pipeline.
-        device, dtype, group, verify, transfer: as in `load_model`; `dtype` also goes to the other components.
+        device, dtype, group, verify, transfer, timeout: as in `load_model`; `dtype` also goes to the other components.
         components: handed to `DiffusionPipeline.from_pretrained`, e.g. `text_encoder=None` or `variant="fp16"`.
 
     Every rank must call the pipeline with the same inputs and a generator seeded alike: noise that differs between
@@ -44,12 +46,19 @@ def load_pipeline(
     for name, instead in (("torch_dtype", "dtype"), ("subfolder", "load_model")):
         if name in components:
             raise UsageError(f"{name}: not an option here; use {instead}")
-    ranks = ranks_of(group)
-    place = place_of(device)  # before any collective, which needs the device to be set
+    ranks = ranks_of(group, timeout)
+    place = together(ranks, lambda: place_of(device))[ranks.rank]
     sharded = together(ranks, lambda: _sharded_components(Path(path), components))[ranks.rank]
     for name in sharded:
         components[name] = load_model(
-            path, subfolder=name, device=place, dtype=dtype, group=group, verify=verify, transfer=transfer
+            path,
+            subfolder=name,
+            device=place,
+            dtype=dtype,
+            group=group,
+            verify=verify,
+            transfer=transfer,
+            timeout=timeout,
         )
     if dtype is None and sharded:  # the others in the dtype of the sharded one, not in fp32 as diffusers would
         dtype = components[sharded[0]].dtype

@@ -22,6 +22,8 @@ from shardconv.manifest import Manifest
 from shardconv.resolve import Resolution, resolve
 from shardconv.sets import SetFile, open_files
 
+from .locate import no_set_for
+
 FETCHED_NBYTES = 16 << 20  # bytes brought back from an accelerator at once, to be hashed; the host memory of one thread
 
 
@@ -32,17 +34,27 @@ class OpenSet:
     folder: Path
     manifest: Manifest
     config: Mapping[str, Any]
+    size: int  # of the group, which divides the set's tp degree
     files: tuple[SetFile, ...]
+
+    @property
+    def joined(self) -> tuple[SetFile, ...]:
+        """The files whose slices make this rank's together, by rank; none when the set's degree is the group's."""
+        own = self.manifest.tp_degree == self.size
+        return tuple(file for file in self.files if file.rank is not None and not own)
+
+    @property
+    def single(self) -> tuple[SetFile, ...]:
+        """The files that this rank takes as they are."""
+        return tuple(file for file in self.files if file not in self.joined)
 
 
 def open_set(folder: Path, rank: int, size: int) -> OpenSet:
     """Check manifest, config and headers of what `rank` of `size` needs. Raises `SetError` with every fault."""
     manifest = Manifest.read(folder)
-    if manifest.tp_degree != size:
-        raise SetError(
-            f"{folder}: converted for tp degree {manifest.tp_degree}, this group has {size} ranks; "
-            f"run: shardconv convert --tp {size} SOURCE {folder.parent}"
-        )
+    per_rank, rest = divmod(manifest.tp_degree, size)
+    if rest:
+        raise SetError(no_set_for(size, folder, {manifest.tp_degree: folder}))
     component = folder.absolute().parent
     config, _ = read_config(component)
     if config["_class_name"] != manifest.model_class:
@@ -55,7 +67,8 @@ def open_set(folder: Path, rank: int, size: int) -> OpenSet:
             f"{component / 'config.json'}: not the config that was converted; the same weights would compute something "
             "else; put the source's config.json back, or convert again"
         )
-    return OpenSet(folder, manifest, config, open_files(folder, manifest, [rank]))
+    held = range(rank * per_rank, (rank + 1) * per_rank)
+    return OpenSet(folder, manifest, config, size, open_files(folder, manifest, held))
 
 
 def check_model(opened: OpenSet, model: Any) -> Resolution:
@@ -79,7 +92,7 @@ def check_model(opened: OpenSet, model: Any) -> Resolution:
         if name in expected and expected[name] != tensor.shape
     ]
     try:
-        resolution = resolve(model, manifest.plan, manifest.tp_degree)
+        resolution = resolve(model, manifest.plan, opened.size)
     except PlanError as error:
         raise SetError(*issues, *error.issues) from None
     issues += [
