@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import warnings as python_warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from .checkpoint import (
 )
 from .destination import PartialFolder, check_links, check_space, check_target, link_files, set_folder_name, sets_in
 from .errors import CheckpointError, OutputError, PlanError, SetError, ShardconvError, ShardconvWarning, UsageError
+from .jsonfile import parse, read_bounded
 from .layout import ConvertPlan, file_header, plan_layout, stored_tensors
 from .manifest import FileRecord, Manifest, Source, SourceFileRecord
 from .pagecache import ReadAhead, is_cached
@@ -258,8 +258,8 @@ def pipeline_components(folder: Path) -> dict[str, tuple[str, str]]:
     """Component -> (library, class) from `model_index.json`, absent ones left out. Raises `CheckpointError`."""
     path = folder / MODEL_INDEX
     try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        document = parse(read_bounded(path))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error}); fetch it again") from None
     if not isinstance(document, dict):
         raise CheckpointError(f"{path}: expected a JSON object; fetch it again")

@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from .errors import CheckpointError
+from .jsonfile import parse
 
 DATA_ALIGNMENT = 4096  # bytes; tensor data of our files starts on a multiple of this
 MAX_HEADER_NBYTES = 100_000_000  # the limit of the safetensors library itself
@@ -71,7 +72,10 @@ class FileHeader:
         (a Git LFS pointer, a web page, an empty or a shortened file) and what to do.
         """
         path = Path(path)
-        file_nbytes = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            raise CheckpointError(f"{path.name}: a pipe or a device, not a file; fetch it again")
+        file_nbytes = status.st_size
         with open(path, "rb") as file:
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
@@ -79,9 +83,7 @@ class FileHeader:
                 raise CheckpointError(_not_safetensors(path, prefix + file.read(SNIFF_NBYTES), length, file_nbytes))
             raw = file.read(length)
         try:
-            tensors, metadata = _parse(json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates))
-        except RecursionError:
-            raise _malformed(path, "its JSON is nested too deep") from None
+            tensors, metadata = _parse(parse(raw.decode("utf-8")))
         except (_Malformed, ValueError) as error:
             raise _malformed(path, error) from None
         declared = 8 + length + (tensors[-1].end if tensors else 0)
@@ -95,15 +97,6 @@ class FileHeader:
 
 class _Malformed(Exception):
     """What breaks the format; completes the sentence of `_malformed`."""
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise _Malformed(f"the name {twice!r} stands twice in its header")
-    return result
 
 
 def _parse(document: object) -> tuple[tuple[TensorEntry, ...], dict[str, str]]:

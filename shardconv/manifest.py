@@ -17,6 +17,7 @@ from .checkpoint import MANIFEST_NAME
 from .cut import Cut
 from .errors import SetError
 from .header import DTYPE_BITS, is_astronomic
+from .jsonfile import parse, read_bounded
 from .layout import FORMAT_VERSION, REPLICATED_FILE, SetLayout, StoredTensor, plan_layout, rank_file_name
 from .plan import REPLICATED, Plan, Style, parse_plan, plan_to_json
 
@@ -137,12 +138,12 @@ class Manifest:
         """The manifest of the set in `folder`. Raises `SetError` when it is missing, damaged or too new."""
         path = folder / MANIFEST_NAME
         try:
-            document = json.loads(path.read_bytes())
+            document = parse(read_bounded(path))
         except FileNotFoundError:
             raise SetError(f"{folder}: no {MANIFEST_NAME}, so not a complete set; convert again") from None
         except OSError as error:
             raise SetError(f"{path}: cannot be read ({error.strerror})") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise SetError(f"{path}: not JSON ({error}); fetch or convert again") from None
         return cls.from_json(document, str(path))
 

@@ -231,7 +231,7 @@ def test_a_plan_file(tmp_path: Path) -> None:
         ('{"a": "colwise"} {}', "expected a JSON object of module pattern to style (Extra data"),
         (
             '{"a": "colwise", "a": "rowwise"}',
-            "expected a JSON object of module pattern to style (the pattern 'a' ",
+            "expected a JSON object of module pattern to style (the name 'a' ",
         ),
         ('["colwise"]', "expected a map of module pattern to style, found list"),
         ("{}", "the plan is empty, so nothing would be sharded"),
