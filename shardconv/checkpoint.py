@@ -221,7 +221,7 @@ def _open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str]) -
     files, issues = [], []
     for name in names:
         path = folder / name
-        if not path.exists():
+        if not os.path.exists(path):  # unlike Path.exists, also for a name that no file can have
             first = next((tensor for tensor, file in listed.items() if file == name), "")
             issues.append(f"{name}: named by the index (for {first} and others), absent from {folder}; fetch it")
             continue
@@ -242,7 +242,7 @@ def _open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str]) -
 
 def leads_out(path: Path, folder: Path) -> Path | None:
     """Where `path` really is, when that is outside `folder` and outside the Hub cache the folder is a snapshot of."""
-    real, home = path.resolve(), folder.resolve()
+    real, home = (Path(os.path.realpath(each)) for each in (path, folder))  # Path.resolve fails on a link to itself
     if real.is_relative_to(home):
         return None
     # A Hub cache: CACHE/models--org--repo/snapshots/COMMIT/..., its files in the repo's or the whole cache's blobs.

@@ -83,7 +83,7 @@ class FileHeader:
                 raise CheckpointError(_not_safetensors(path, prefix + file.read(SNIFF_NBYTES), length, file_nbytes))
             raw = file.read(length)
         try:
-            tensors, metadata = _parse(parse(raw.decode("utf-8")))
+            tensors, metadata = _parse(parse(raw))
         except (_Malformed, ValueError) as error:
             raise _malformed(path, error) from None
         declared = 8 + length + (tensors[-1].end if tensors else 0)
@@ -107,8 +107,6 @@ def _parse(document: object) -> tuple[tuple[TensorEntry, ...], dict[str, str]]:
         metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _Malformed("__metadata__ is not a map of strings")
-    for text in (*metadata, *metadata.values()):
-        text.encode("utf-8")
     entries = sorted((_entry(name, value) for name, value in document.items()), key=lambda e: (e.start, e.end))
     _check_layout(entries)
     return tuple(entries), metadata
@@ -131,7 +129,6 @@ def is_astronomic(shape: Sequence[int]) -> bool:
 def _entry(name: str, value: object) -> TensorEntry:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise _Malformed(f"the entry of {name!r} does not have exactly dtype, shape and data_offsets")
-    name.encode("utf-8")  # a lone surrogate passes JSON but is no text
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise _Malformed(f"{name!r} has the unknown dtype {dtype!r}")

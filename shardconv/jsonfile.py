@@ -23,14 +23,19 @@ def read_bounded(path: Path) -> bytes:
 
 
 def parse(text: bytes | str, *, unique: bool = True) -> Any:
-    """Parsed JSON. Raises `ValueError` for anything that is none, is nested too deep, or names a key twice in one
-    object; unless `unique` is false, when the last one counts as in Python's `json`."""
+    """Parsed JSON, UTF-8 when bytes. Raises `ValueError` for anything that is none, is nested too deep, has half a
+    surrogate pair in it (which no file and no terminal takes), or names a key twice in one object; unless `unique` is
+    false, when the last one counts as in Python's `json`."""
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
     try:
         document = json.loads(text, object_pairs_hook=_without_duplicates if unique else None)
     except RecursionError:
         raise ValueError("nested too deep") from None
     if _is_deep(document):
         raise ValueError("nested too deep")
+    if "\\u" in text:
+        json.dumps(document, ensure_ascii=False).encode("utf-8")
     return document
 
 

@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 
 from .errors import PlanError
-from .jsonfile import parse, read_bounded
+from .jsonfile import parse
 
 
 class Style(str, Enum):
@@ -128,7 +128,7 @@ def read_plan_file(path: str | os.PathLike[str]) -> Plan:
     """Read a plan file. Raises `PlanError` when it is missing, not JSON, names a pattern twice or is no plan."""
     path = Path(path)
     try:
-        raw = parse(read_bounded(path).decode("utf-8"))
+        raw = parse(path.read_bytes())
     except OSError as error:
         raise PlanError(f"{path}: cannot read the plan file ({error.strerror})") from None
     except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import tempfile
 import time
@@ -469,3 +470,19 @@ def test_a_missing_file_is_a_system_error(tmp_path: Path) -> None:
     """A path without a file is the system's own error, not called a damaged checkpoint."""
     with pytest.raises(FileNotFoundError):
         FileHeader.read(tmp_path / "absent.safetensors")
+
+
+def test_a_pipe_is_refused_not_waited_for(tmp_path: Path) -> None:
+    """A pipe would hold the reader for ever."""
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"^model.safetensors: a pipe or a device, not a file; fetch it again$"):
+        FileHeader.read(tmp_path / "model.safetensors")
+
+
+def test_a_fault_repeats_no_megabytes(tmp_path: Path) -> None:
+    """A header whose fault is a long list is told in a line of ordinary length, its end intact."""
+    with pytest.raises(CheckpointError) as caught:
+        _read(raw_file({"w": entry("U8", [-1] * 100_000, 0, 1)}, b"x"), tmp_path)
+    assert len(str(caught.value)) <= 1500
+    assert str(caught.value).startswith("model.safetensors: not a well-formed safetensors file ('w' has the shape [-1")
+    assert str(caught.value).endswith("); fetch or write it again")

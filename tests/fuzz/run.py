@@ -146,7 +146,7 @@ def fuzz(target: Target, report: Report, rng: random.Random, seconds: float, exa
     end = time.monotonic() + seconds
     done = 0
     while time.monotonic() < end and (examples is None or done < examples):
-        case = rng.choice(rng.choice([target.seeds, report.corpus, report.corpus[-50:]]))
+        case = rng.choice(rng.choice([target.seeds, target.seeds, report.corpus, report.corpus[-50:]]))
         for _ in range(rng.choice([1, 1, 1, 1, 2, 3])):
             case = mutation.change(case, rng)
         small = sum(map(len, case.values())) < MAX_KEPT_NBYTES
