@@ -129,7 +129,7 @@ def test_a_file_of_the_library_is_read(tmp_path: Path) -> None:
         assert stored == tensors[each.name].reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_encoding_is_reproducible() -> None:
+def test_a11_encoding_is_reproducible() -> None:
     """The same tensors and metadata give the same bytes, in whatever order the metadata came (A11)."""
     entries = _laid_out({"a": ("U8", (3,), 3), "b": ("F32", (), 4)})
     assert encode_header(entries, {"x": "1", "a": "2"}) == encode_header(entries, {"a": "2", "x": "1"})
@@ -303,7 +303,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
-def test_a_broken_file_is_refused_by_name_and_reason(kind: str, tmp_path: Path) -> None:
+def test_a7_a12_a13_e1_a_broken_file_is_refused_by_name_and_reason(kind: str, tmp_path: Path) -> None:
     """Each kind of broken file gives one fault that names it, says what it is and what to do (A7, A12, A13, E1)."""
     data, expected = MALFORMED[kind]
     with pytest.raises(CheckpointError) as caught:
@@ -314,7 +314,7 @@ def test_a_broken_file_is_refused_by_name_and_reason(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("missing", [1, 4096, 8192])
-def test_a_shortened_file_of_ours_says_how_much_is_missing(missing: int, tmp_path: Path) -> None:
+def test_e1_a_shortened_file_of_ours_says_how_much_is_missing(missing: int, tmp_path: Path) -> None:
     """A file cut by a byte, by a page or down to its header is refused with both lengths (E1)."""
     whole = encode_header([TensorEntry("w", "U8", (8192,), 0, 8192)], {}) + bytes(8192)
     with pytest.raises(CheckpointError, match=f"declares 12,288 bytes, file has {12288 - missing:,}"):
@@ -375,7 +375,7 @@ for _dtype, _nr, _nbytes in [("F8_E4M3", 3, 3), ("F8_E5M2", 3, 3), ("F8_E8M0", 3
 
 
 @pytest.mark.parametrize("kind", ACCEPTED)
-def test_an_unusual_but_whole_file_is_read(kind: str, tmp_path: Path) -> None:
+def test_a1_a5_a9_d4_an_unusual_but_whole_file_is_read(kind: str, tmp_path: Path) -> None:
     """Unusual files that the format allows are read as they are, and the library agrees (A1, A5, A9, D4)."""
     from safetensors import safe_open
 

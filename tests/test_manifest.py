@@ -126,7 +126,7 @@ def test_what_a_set_is_called_does_not_change_its_id() -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_what_a_set_is_changes_its_id(change: dict[str, Any]) -> None:
+def test_e6_what_a_set_is_changes_its_id(change: dict[str, Any]) -> None:
     """Each thing that was asked for or found is part of the conversion id (E6)."""
     assert replace(_manifest(), **change).identity() != _manifest().conversion_id
 
@@ -394,7 +394,7 @@ def test_unknown_keys_are_let_pass() -> None:
     assert Manifest.from_json(document, "m") == _manifest()
 
 
-def test_a_missing_manifest_says_what_that_means(tmp_path: Path) -> None:
+def test_e2_a_missing_manifest_says_what_that_means(tmp_path: Path) -> None:
     """A folder without a manifest is not a complete set, and the message says so (E2)."""
     with pytest.raises(SetError) as caught:
         Manifest.read(tmp_path)

@@ -48,7 +48,8 @@ RAWS = tuple(map(Raw, _ODD))
 
 def _scalar(rng: random.Random) -> Any:
     kinds: list[Callable[[], Any]] = [
-        lambda: rng.choice(HUGE), lambda: rng.randrange(-2, 10), lambda: rng.choice(TEXTS), lambda: rng.choice(RAWS),
+        lambda: rng.choice(HUGE), lambda: rng.randrange(-2, 10), lambda: rng.choice(TEXTS), lambda: rng.choice(TEXTS),
+        lambda: rng.choice(RAWS),
         lambda: rng.choice([None, True, False, 1.0, 0.5, -0.0, 1e300]), lambda: [], lambda: Pairs(), lambda: [0, 0],
     ]  # fmt: skip
     return rng.choice(kinds)()
@@ -103,7 +104,7 @@ def _change_tree(tree: Any, rng: random.Random) -> Any:
         return _scalar(rng)
     holder, position = rng.choice(places)
     value = _get(holder, position)
-    match rng.randrange(9):
+    match rng.randrange(11):
         case 0:
             del holder[position]
         case 1:

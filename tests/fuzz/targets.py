@@ -21,6 +21,7 @@ from shardconv.conversion import pipeline_components
 from shardconv.cut import Cut
 from shardconv.errors import ShardconvError
 from shardconv.header import FileHeader
+from shardconv.jsonfile import parse
 from shardconv.layout import StoredTensor, file_header
 from shardconv.manifest import FileRecord, Manifest, Source, SourceFileRecord, _from_json
 from shardconv.merging import merge
@@ -219,7 +220,7 @@ def converted(folder: Path) -> str:
 def forged(folder: Path) -> str:
     """A manifest that lies well: changed, then its id, digests and rank files made to agree. Opened and merged."""
     try:
-        document = json.loads((folder / MANIFEST).read_bytes())
+        document = parse((folder / MANIFEST).read_bytes())
         manifest = _from_json(document)
         layout = manifest.layout()
         if layout.nbytes > 1 << 22 or len(layout.files) > 40:
