@@ -13,12 +13,15 @@ from typing import Any
 
 import xxhash
 
-from .checkpoint import MANIFEST_NAME
+from .checkpoint import MANIFEST_NAME, leads_out
 from .cut import Cut
 from .errors import SetError
 from .header import DTYPE_BITS, is_astronomic
+from .jsonfile import parse, read_bounded
 from .layout import FORMAT_VERSION, REPLICATED_FILE, SetLayout, StoredTensor, plan_layout, rank_file_name
 from .plan import REPLICATED, Plan, Style, parse_plan, plan_to_json
+
+MAX_SLICES = 500_000  # tensors times ranks; a large model of 2,000 tensors for 64 ranks has 128,000
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +139,16 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """The manifest of the set in `folder`. Raises `SetError` when it is missing, damaged or too new."""
         path = folder / MANIFEST_NAME
+        outside = leads_out(path, folder)
+        if outside:
+            raise SetError(f"{path}: a link that leads out of its folder, to {outside}; put the file itself there")
         try:
-            document = json.loads(path.read_bytes())
+            document = parse(read_bounded(path))
         except FileNotFoundError:
             raise SetError(f"{folder}: no {MANIFEST_NAME}, so not a complete set; convert again") from None
         except OSError as error:
             raise SetError(f"{path}: cannot be read ({error.strerror})") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise SetError(f"{path}: not JSON ({error}); fetch or convert again") from None
         return cls.from_json(document, str(path))
 
@@ -221,6 +227,8 @@ def _from_json(document: Any) -> Manifest:
     tp = _count(document["tp_degree"])
     if _expect(document["format_version"], int) != FORMAT_VERSION or not 1 <= tp <= 65536:
         raise ValueError(f"format_version {document['format_version']}, tp_degree {tp}")
+    if tp * len(document["tensors"]) > MAX_SLICES:
+        raise ValueError(f"{len(document['tensors'])} tensors for {tp} ranks, at most {MAX_SLICES} slices are laid out")
     source, dtype = document["source"], document["dtype"]
     records = [(_tensor_from_json(raw, tp), _strings(raw["digests"])) for raw in _expect(document["tensors"], list)]
     if len({tensor.name for tensor, _ in records}) != len(records):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from .checkpoint import MANIFEST_NAME, leads_out
 from .destination import sets_in
 from .errors import SetError, ShardconvError
 from .header import FileHeader
+from .jsonfile import parse
 from .layout import FORMAT_VERSION, FileLayout, file_header
 from .manifest import FileRecord, Manifest
 
@@ -95,8 +95,8 @@ def _read_header(path: Path, layout: FileLayout, record: FileRecord, manifest: M
 
 def _about(path: Path, header: FileHeader) -> dict[str, Any]:
     try:
-        about = json.loads(header.metadata["shardconv"])
-    except (KeyError, ValueError, RecursionError):
+        about = parse(header.metadata["shardconv"])
+    except (KeyError, ValueError):
         about = None
     if not isinstance(about, dict):
         raise SetError(f"{path.name}: not a file of a converted set; fetch or convert the set again")

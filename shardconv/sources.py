@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from . import models
 from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, leads_out, read_config, refuse_file
 from .errors import CheckpointError, PlanError, UsageError
+from .jsonfile import parse, read_bounded
 from .pagecache import is_cached
 from .planner import Planner
 
@@ -87,8 +87,8 @@ def pipeline_components(folder: Path) -> dict[str, tuple[str, str]]:
     """Component -> (library, class) from `model_index.json`, absent ones left out. Raises `CheckpointError`."""
     path = folder / MODEL_INDEX
     try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        document = parse(read_bounded(path))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error}); fetch it again") from None
     if not isinstance(document, dict):
         raise CheckpointError(f"{path}: expected a JSON object; fetch it again")

@@ -273,7 +273,7 @@ def _wide() -> Case:
     return Case(tensors, {"col": Cut(0, (32, 32)), "row": Cut(1, (32, 32))}, 8, 4096)
 
 
-def test_each_source_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_j4_each_source_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many ranks there are, every source byte is read exactly once (J4)."""
     reads: list[tuple[int, int]] = []
     preadv = os.preadv
@@ -362,7 +362,7 @@ def test_a_source_that_shrinks_is_named(keep: float, tmp_path: Path) -> None:
         _failing(case, tmp_path, break_it, 256)
 
 
-def test_a_full_disk_comes_out_as_the_system_says_it(tmp_path: Path) -> None:
+def test_e10_a_full_disk_comes_out_as_the_system_says_it(tmp_path: Path) -> None:
     """A write that meets a full disk comes out as that `OSError`, and no thread stays behind (E10)."""
 
     def break_it(fds: list[int]) -> Callable[[int], None]:

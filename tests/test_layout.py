@@ -152,7 +152,7 @@ def test_a_degree_of_one_stores_the_model_whole() -> None:
 
 
 @pytest.mark.slow
-def test_saving_over_a_set_leaves_it_alone(tmp_path: Path) -> None:
+def test_b10_saving_over_a_set_leaves_it_alone(tmp_path: Path) -> None:
     """diffusers' `save_pretrained` cleans up its own old shards and no file of a set in the same folder (B10)."""
     from diffusers import ConfigMixin, ModelMixin
     from torch import nn
@@ -174,7 +174,7 @@ def test_saving_over_a_set_leaves_it_alone(tmp_path: Path) -> None:
     assert all((tmp_path / name).read_bytes() == b"kept" for name in ours)
 
 
-def test_names_sort_by_rank() -> None:
+def test_b11_names_sort_by_rank() -> None:
     """In a listing, files come in the order of ranks at every degree (B11)."""
     for tp in (1, 12, 100, 65536):
         names = [rank_file_name(rank, tp) for rank in range(tp)]
@@ -190,7 +190,7 @@ def _source(name: str, dtype: str, shape: tuple[int, ...] = (4,)) -> SourceTenso
     return SourceTensor(entry, file)
 
 
-def test_a_cast_touches_real_floating_point_only() -> None:
+def test_d1_d4_d7_a_cast_touches_real_floating_point_only() -> None:
     """bf16 goes to real floats; integers, bools, complex and F8 stay; named islands go to float32 (D1, D4, D7)."""
     dtypes = ["F64", "F32", "F16", "BF16", "I64", "BOOL", "U8", "C64", "F8_E4M3", "F4"]
     sources = [_source(f"x.{dtype}", dtype) for dtype in dtypes]

@@ -326,7 +326,7 @@ def test_f4_a_set_that_the_number_of_ranks_does_not_divide_is_refused(inner):
     )
 
 
-def test_a_set_folder_without_its_manifest_is_not_complete(tmp_path):
+def test_e2_a_set_folder_without_its_manifest_is_not_complete(tmp_path):
     """Half a download, given by its own folder, says that the manifest is what is missing (E2)."""
     out = small_sets.copied(small_sets.converted(NAME, 1), tmp_path / "out")
     (out / "tp1" / "shardconv.json").unlink()
@@ -392,7 +392,7 @@ def test_an_empty_folder_says_what_to_run(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [RANK_0, RANK_1, SHARED])
-def test_verify_finds_one_flipped_byte_and_a_plain_load_does_not_look(name, out):
+def test_e8_verify_finds_one_flipped_byte_and_a_plain_load_does_not_look(name, out):
     """`verify=True` names file and tensor of a single flipped bit; without it no byte of the data is read (E8)."""
     header = FileHeader.read(out / "tp2" / name)
     victim = header.tensors[len(header.tensors) // 2]
@@ -444,7 +444,7 @@ def test_a_plan_that_no_longer_resolves_is_refused():
 
 
 @pytest.mark.slow
-def test_a_layer_that_is_cut_otherwise_now_is_refused():
+def test_c2_a_layer_that_is_cut_otherwise_now_is_refused():
     """A class whose fused layer is laid out otherwise: nothing is loaded with parts of other blocks (C2)."""
     outcome = ranks.same(ranks.run(load_with_another_class, small_sets.converted("flux2", 2), "relaid"))
     assert outcome.error == "LoadError"
