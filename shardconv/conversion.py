@@ -13,8 +13,17 @@ import xxhash
 
 from . import engine
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME
-from .destination import PartialFolder, check_links, check_space, link_files, sets_in
+from .destination import (
+    PartialFolder,
+    check_links,
+    check_space,
+    clear_leftovers,
+    leftover_nbytes,
+    link_files,
+    sets_in,
+)
 from .errors import CheckpointError, OutputError, SetError, ShardconvError, ShardconvWarning, UsageError
+from .journal import Journal, conversion_key, finished
 from .layout import file_header
 from .manifest import FileRecord, Manifest
 from .pagecache import ReadAhead
@@ -101,8 +110,12 @@ def convert_all(
     subfolder: str | None = None,
     revision: str | None = None,
     new_progress: NewProgress = lambda what, total: lambda nbytes: None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> list[Outcome]:
-    """As `convert`, with an outcome for each sharded component. All components are checked before one is written."""
+    """As `convert`, with an outcome for each sharded component. All components are checked before one is written.
+
+    `tell` is called with a sentence when the work of a killed conversion goes on.
+    """
     if type(options.tp) is not int or options.tp < 1:
         raise UsageError(f"--tp: expected a positive number of ranks, found {options.tp}")
     if Path(source).is_dir() and Path(source).resolve() in Path(out).resolve().parents:
@@ -126,13 +139,19 @@ def convert_all(
     there = [_existing(job, options, new_progress) for job in jobs]
     if options.dry_run:
         return [Outcome(job.component, job.folder, job.manifest, job.warnings, False) for job in jobs]
-    needed = sum(job.plan.layout.nbytes for job, known in zip(jobs, there, strict=True) if known is None)
+    needed = sum(
+        max(0, job.plan.layout.nbytes - leftover_nbytes(job.folder))
+        for job, known in zip(jobs, there, strict=True)
+        if known is None
+    )
     issues = check_space(out, needed) if needed else []
     if issues:
         raise OutputError(*issues)
     outcomes = []
     for job, known in zip(jobs, there, strict=True):
-        manifest = known or _execute(job, options.overwrite, cold, new_progress)
+        if known is not None:
+            clear_leftovers(job.folder)
+        manifest = known or _execute(job, options.overwrite, cold, new_progress, tell)
         outcomes.append(Outcome(job.component, job.folder, manifest, job.warnings, known is not None))
     link_files(located.folder, out, rest)
     return outcomes
@@ -191,13 +210,23 @@ def _check_siblings(job: Job, manifest: Manifest) -> None:
             raise OutputError(f"{folder}: was converted from other weights than these; name another OUT")
 
 
-def _execute(job: Job, overwrite: bool, cold: Sequence[Path], new_progress: NewProgress) -> Manifest:
-    layout = job.plan.layout
-    progress = new_progress("convert", job.plan.read_nbytes)
+def _execute(
+    job: Job, overwrite: bool, cold: Sequence[Path], new_progress: NewProgress, tell: Callable[[str], None]
+) -> Manifest:
+    layout, total = job.plan.layout, job.plan.read_nbytes
+    files = {file.name: file.nbytes for file in layout.files}
+    key = conversion_key(job.manifest, [file.path for file in job.checkpoint.files])
     try:
         with PartialFolder(job.folder) as partial:
-            outputs = partial.create({file.name: file.nbytes for file in layout.files})
-            digests = engine.run(job.plan, outputs, progress, cold)
+            done = finished(partial.path, key, files)
+            there = sum(job.plan.sources[name].entry.nbytes for name in done)
+            if done:
+                tell(f"{job.folder}: resuming, {there:,} of {total:,} bytes are there already")
+            progress = new_progress("convert", total)
+            progress(there)
+            outputs = partial.create(files, keep=bool(done))
+            with Journal(partial.path, key, outputs) as journal:
+                digests = engine.run(job.plan, outputs, progress, cold, done, journal.add)
             _check_tied(job, digests)
             manifest = _with_source_digests(job, {name: each.source for name, each in digests.items()})
             _check_siblings(job, manifest)

@@ -40,6 +40,9 @@ class TensorDigests:
     slices: tuple[str, ...]  # of the stored bytes, one a rank; a single one when whole
 
 
+_NOTHING: Mapping[str, TensorDigests] = {}
+
+
 @dataclass(frozen=True, slots=True)
 class Extent:
     """Bytes of one tensor, or of one rank's slice of it, in a file."""
@@ -148,10 +151,16 @@ class _Workers:
 
 
 def run(
-    plan: ConvertPlan, outputs: Sequence[int], progress: Progress, cold: Collection[Path] = ()
+    plan: ConvertPlan,
+    outputs: Sequence[int],
+    progress: Progress,
+    cold: Collection[Path] = (),
+    done: Mapping[str, TensorDigests] = _NOTHING,
+    add: Callable[[str, TensorDigests], None] = lambda name, digests: None,
 ) -> Mapping[str, TensorDigests]:
     """Carry out `plan`. `outputs` are writable file descriptors, one for each file of the layout; `cold` are source
-    files that need not stay in memory once they are used.
+    files that need not stay in memory once they are used. Tensors in `done` are left as they are; `add` is called, by
+    the worker, with each other one as soon as it is written.
 
     Returns the digests by tensor name. Memory: WORKERS times two chunks. Raises `CheckpointError` when a source file
     changes under the reader, `OSError` when the system refuses a read or a write; nothing is retried.
@@ -166,9 +175,11 @@ def run(
         _split(tensor, plan.sources[tensor.name].entry.dtype, reader, slices, plan.layout.tp)
         if extents[tensor.name].path in cold:
             drop(workers.fds[extents[tensor.name].path], extents[tensor.name].offset, extents[tensor.name].nbytes)
-        return TensorDigests(reader.digest.hexdigest(), tuple(each.digest.hexdigest() for each in slices))
+        digests = TensorDigests(reader.digest.hexdigest(), tuple(each.digest.hexdigest() for each in slices))
+        add(tensor.name, digests)
+        return digests
 
-    return workers.each(plan.layout.tensors, work)
+    return {**done, **workers.each([tensor for tensor in plan.layout.tensors if tensor.name not in done], work)}
 
 
 def digest_sources(plan: ConvertPlan, progress: Progress) -> Mapping[str, str]:

@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> None:
             subfolder=args.subfolder,
             revision=args.revision,
             new_progress=new_progress,
+            tell=lambda text: None if args.quiet else print(text, file=sys.stderr),
         )
     if not args.quiet:
         for text in [text for outcome in outcomes for text in outcome.warnings]:
