@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from .header import TensorEntry, encode_header, nbytes_of
 from .layout import StoredTensor
 from .manifest import Manifest
 from .sets import SetFile, any_set, open_files
+from .slices import check_digests, slices_of
 
 MAX_SHARD_NBYTES = 10 * 1000**3  # the default of diffusers' save_pretrained ("10GB")
 
@@ -61,12 +62,12 @@ def merge(
     issues = check_space(out, sum(file.nbytes for file in weights))
     if issues:
         raise OutputError(*issues)
-    plan = _join_plan(manifest, files, weights)
-    progress = new_progress("merge", sum(extent.nbytes for extents in plan.slices.values() for extent in extents))
+    plan = _route_plan(manifest, files, weights)
+    progress = new_progress("merge", plan.read_nbytes)
     try:
         with PartialFolder(out.absolute()) as partial:
             outputs = partial.create({file.name: file.nbytes for file in weights})
-            _check_digests(manifest, engine.join(plan, outputs, progress))
+            check_digests(manifest, engine.reroute(plan, outputs, progress))
             for file, fd in zip(weights, outputs, strict=True):
                 engine.write_all(fd, memoryview(file.header), 0)
             last = {CONFIG_NAME: config_bytes}
@@ -103,30 +104,13 @@ def _weight_files(tensors: Sequence[StoredTensor], limit: int) -> list[_WeightFi
     ]
 
 
-def _join_plan(manifest: Manifest, files: Sequence[SetFile], weights: Sequence[_WeightFile]) -> engine.JoinPlan:
-    slices: dict[str, list[engine.Extent]] = {tensor.name: [] for tensor in manifest.tensors}
-    whole = {tensor.name for tensor in manifest.tensors if tensor.cut is None}
-    for file in files:
-        for entry in file.header.tensors:
-            if entry.name not in whole or not slices[entry.name]:  # of copies in every rank's file the first will do
-                slices[entry.name].append(engine.Extent(file.path, file.header.data_start + entry.start, entry.nbytes))
+def _route_plan(manifest: Manifest, files: Sequence[SetFile], weights: Sequence[_WeightFile]) -> engine.RoutePlan:
     starts = {
-        entry.name: (index, len(file.header) + entry.start)
+        entry.name: [(index, len(file.header) + entry.start)]
         for index, file in enumerate(weights)
         for entry in file.entries
     }
-    return engine.JoinPlan(manifest.tensors, manifest.tp_degree, slices, starts)
-
-
-def _check_digests(manifest: Manifest, found: Mapping[str, tuple[str, ...]]) -> None:
-    issues = [
-        f"{name}: slice {position} of {len(known)} is damaged (its digest differs); fetch the set again"
-        for name, known in manifest.digests.items()
-        for position, (expected, digest) in enumerate(zip(known, found[name], strict=True))
-        if expected != digest
-    ]
-    if issues:
-        raise SetError(*issues)
+    return engine.RoutePlan(manifest.tensors, slices_of(manifest, files), starts)
 
 
 def _index(tensors: Sequence[StoredTensor], weights: Sequence[_WeightFile]) -> bytes:
