@@ -20,6 +20,8 @@ from .header import DTYPE_BITS, is_astronomic
 from .layout import FORMAT_VERSION, REPLICATED_FILE, SetLayout, StoredTensor, plan_layout, rank_file_name
 from .plan import REPLICATED, Plan, Style, parse_plan, plan_to_json
 
+_SEAL = ',\n"manifest_digest": "'  # what stands between the text and the digest of the text
+
 
 @dataclass(frozen=True, slots=True)
 class SourceFileRecord:
@@ -130,21 +132,27 @@ class Manifest:
         lines = [f'"{key}": {_compact(value)}' for key, value in head.items()]
         lines += [f'"{key}": [\n' + ",\n".join(map(_compact, rows)) + "\n]" for key, rows in
                   (("files", files), ("tensors", tensors))]  # fmt: skip
-        return "{\n" + ",\n".join(lines) + "\n}\n"
+        body = "{\n" + ",\n".join(lines)
+        return f'{body}{_SEAL}{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n'
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """The manifest of the set in `folder`. Raises `SetError` when it is missing, damaged or too new."""
         path = folder / MANIFEST_NAME
         try:
-            document = json.loads(path.read_bytes())
+            raw = path.read_bytes()
+            document = json.loads(raw)
         except FileNotFoundError:
             raise SetError(f"{folder}: no {MANIFEST_NAME}, so not a complete set; convert again") from None
         except OSError as error:
             raise SetError(f"{path}: cannot be read ({error.strerror})") from None
         except (ValueError, RecursionError) as error:
             raise SetError(f"{path}: not JSON ({error}); fetch or convert again") from None
-        return cls.from_json(document, str(path))
+        manifest = cls.from_json(document, str(path))
+        body, sealed, _ = raw.rpartition(_SEAL.encode())
+        if not sealed or document["manifest_digest"] != xxhash.xxh3_128_hexdigest(body):
+            raise SetError(f"{path}: not as it was written, its own digest differs; fetch or convert again")
+        return manifest
 
     @classmethod
     def from_json(cls, document: Any, where: str) -> Manifest:
@@ -218,6 +226,7 @@ def _string_map(value: Any) -> dict[str, str]:
 
 
 def _from_json(document: Any) -> Manifest:
+    _expect(document["manifest_digest"], str)  # `read` compares it, as it is of the text
     tp = _count(document["tp_degree"])
     if _expect(document["format_version"], int) != FORMAT_VERSION or not 1 <= tp <= 65536:
         raise ValueError(f"format_version {document['format_version']}, tp_degree {tp}")

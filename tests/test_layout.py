@@ -278,7 +278,8 @@ _MANIFEST = """\
 {"name":"out.bias","dtype":"BF16","shape":[2],"style":"rowwise","digests":["ca3c0b54b018ddb3630593425700e428"]},
 {"name":"scale","dtype":"F32","shape":[],"style":"replicated","digests":["e6f9acca6893caeb591ef4e963e120d4"]},
 {"name":"table","dtype":"U8","shape":[256],"style":"replicated","digests":["f1f8a93f50849ac39408a4433b952d71"]}
-]
+],
+"manifest_digest": "5e44b5c96cf48a59184824078831ee3c"
 }
 """
 

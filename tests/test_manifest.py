@@ -404,6 +404,24 @@ def test_a_manifest_cut_anywhere_is_refused(tmp_path: Path) -> None:
             Manifest.read(tmp_path)
 
 
+def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path) -> None:
+    """A manifest file with any one bit flipped, also where it only tells where the set came from, is a `SetError`."""
+    raw = _manifest().to_json().encode()
+    for position in range(len(raw)):
+        damaged = bytearray(raw)
+        damaged[position] ^= 1 << position % 8
+        (tmp_path / MANIFEST_NAME).write_bytes(damaged)
+        with pytest.raises(SetError):
+            Manifest.read(tmp_path)
+
+
+def test_a_manifest_written_anew_by_something_else_is_refused(tmp_path: Path) -> None:
+    """The digest is of the text as it was written: the same JSON in another layout has another."""
+    (tmp_path / MANIFEST_NAME).write_text(json.dumps(_document(), indent=2))
+    with pytest.raises(SetError, match=r"shardconv\.json: not as it was written, its own digest differs; "):
+        Manifest.read(tmp_path)
+
+
 def test_a_manifest_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     """A folder where the manifest should be is a `SetError` with the system's reason."""
     (tmp_path / MANIFEST_NAME).mkdir()
