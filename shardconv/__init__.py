@@ -16,6 +16,7 @@ from .errors import (
     UsageError,
 )
 from .manifest import Manifest
+from .verifying import verify
 
 __all__ = [
     "CheckpointError",
@@ -29,4 +30,5 @@ __all__ = [
     "UsageError",
     "__version__",
     "convert",
+    "verify",
 ]

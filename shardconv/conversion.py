@@ -159,14 +159,14 @@ def convert_all(
     if subfolder is not None and (Path(subfolder).is_absolute() or ".." in Path(subfolder).parts):
         raise UsageError(f"--subfolder: expected a folder inside the source, found {subfolder!r}")
     out = Path(out)
-    located = _locate(source, subfolder, revision, options.variant)
+    located = locate(source, subfolder, revision, options.variant)
     cold = _cold_weights(located.folder, subfolder)
     with ReadAhead(cold, 0 if options.dry_run else READ_AHEAD_NBYTES):
         components = _components(located, subfolder, options)
         jobs = _prepare_all(located, components, out, options)
     for job in jobs:
         _check_siblings(job, job.manifest)
-    rest = _rest_of_pipeline(located.folder, components) if located.is_pipeline and subfolder is None else []
+    rest = rest_of_pipeline(located.folder, components) if located.is_pipeline and subfolder is None else []
     issues = check_links(located.folder, out, rest)
     if issues:
         raise OutputError(*issues)
@@ -193,7 +193,7 @@ def _cold_weights(folder: Path, subfolder: str | None) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Located:
+class Located:
     """A source on this disk."""
 
     folder: Path
@@ -205,14 +205,13 @@ class _Located:
         return (self.folder / MODEL_INDEX).is_file()
 
 
-def _locate(
-    source: str | os.PathLike[str], subfolder: str | None, revision: str | None, variant: str | None
-) -> _Located:
+def locate(source: str | os.PathLike[str], subfolder: str | None, revision: str | None, variant: str | None) -> Located:
+    """The folder of SOURCE, fetched when it is a Hub repo. Raises `UsageError` or `CheckpointError`."""
     path = Path(source)
     if path.exists() and revision is not None:
         raise UsageError(f"--revision: of a Hub repo; {path} is here, a revision cannot be chosen; leave it out")
     if path.is_dir():
-        return _Located(path, None, None)
+        return Located(path, None, None)
     if path.is_file():
         raise refuse_file(path)
     name = os.fspath(source)
@@ -221,10 +220,10 @@ def _locate(
     from . import hub
 
     snapshot = hub.fetch(name, revision, subfolder, variant)
-    return _Located(snapshot.folder, name, snapshot.commit)
+    return Located(snapshot.folder, name, snapshot.commit)
 
 
-def _components(located: _Located, subfolder: str | None, options: Options) -> list[str]:
+def _components(located: Located, subfolder: str | None, options: Options) -> list[str]:
     """Names of the component folders to shard; "" for the source folder itself."""
     if subfolder is not None:
         if not (located.folder / subfolder).is_dir():
@@ -272,7 +271,7 @@ def pipeline_components(folder: Path) -> dict[str, tuple[str, str]]:
     return result
 
 
-def _prepare_all(located: _Located, components: Sequence[str], out: Path, options: Options) -> list[_Job]:
+def _prepare_all(located: Located, components: Sequence[str], out: Path, options: Options) -> list[_Job]:
     """Every component's job; the faults of all of them in one error."""
     jobs: list[_Job] = []
     errors: list[ShardconvError] = []
@@ -287,7 +286,7 @@ def _prepare_all(located: _Located, components: Sequence[str], out: Path, option
     return jobs
 
 
-def _prepare(located: _Located, component: str, out: Path, options: Options) -> _Job:
+def _prepare(located: Located, component: str, out: Path, options: Options) -> _Job:
     """Check everything that can be checked without reading weights; one error for all faults of a component."""
     from . import models
     from .resolve import resolve
@@ -368,7 +367,7 @@ def _shape_issues(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]
     ]
 
 
-def _source_record(located: _Located, component: str, checkpoint: Checkpoint) -> Source:
+def _source_record(located: Located, component: str, checkpoint: Checkpoint) -> Source:
     files = tuple(
         SourceFileRecord(f.name, f.header.file_nbytes, f.header.digest, "", f.header.metadata) for f in checkpoint.files
     )
@@ -472,7 +471,7 @@ def _check_tied(job: _Job, digests: Mapping[str, engine.TensorDigests]) -> None:
             )
 
 
-def _rest_of_pipeline(folder: Path, sharded: Sequence[str]) -> list[str]:
+def rest_of_pipeline(folder: Path, sharded: Sequence[str]) -> list[str]:
     """Everything else that belongs to the pipeline, relative to its folder: `model_index.json`, licence and card, the
     other components. Raises `CheckpointError` for links that lead out of it."""
     about = ("LICENSE", "README", "NOTICE")

@@ -28,6 +28,7 @@ FLAGS = {
         "SOURCE", "OUT", "--help", "--tp", "--subfolder", "--variant", "--revision", "--dtype", "--plan",
         "--self-contained", "--overwrite", "--dry-run", "--json", "--quiet",
     ],
+    "verify": ["PATH", "--help", "--source", "--json", "--quiet"],
     "merge": ["PATH", "OUT", "--help", "--max-shard-size", "--quiet"],
     "demo": ["--help", "--model", "--keep"],
 }  # fmt: skip
