@@ -30,11 +30,12 @@ from .checkpoint import (
 )
 from .destination import PartialFolder, check_links, check_space, check_target, link_files, set_folder_name, sets_in
 from .errors import CheckpointError, OutputError, PlanError, SetError, ShardconvError, ShardconvWarning, UsageError
-from .layout import ConvertPlan, file_header, plan_layout, stored_tensors
+from .layout import ConvertPlan, plan_layout, stored_tensors
 from .manifest import FileRecord, Manifest, Source, SourceFileRecord
 from .pagecache import ReadAhead, is_cached
 from .plan import Plan, parse_plan, read_plan_file
 from .sets import open_files
+from .slices import write_headers
 
 DTYPES: Mapping[str, str] = {
     "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16", "fp32": "F32", "float32": "F32",
@@ -289,6 +290,7 @@ def _prepare_all(located: Located, components: Sequence[str], out: Path, options
 def _prepare(located: Located, component: str, out: Path, options: Options) -> _Job:
     """Check everything that can be checked without reading weights; one error for all faults of a component."""
     from . import models
+    from .heads import head_counts
     from .resolve import resolve
 
     checkpoint = open_checkpoint(located.folder / component, options.variant)
@@ -336,6 +338,7 @@ def _prepare(located: Located, component: str, out: Path, options: Options) -> _
         cast_to=cast_to,
         keep_fp32=fp32,
         plan=plan,
+        head_counts=tuple(sorted({count for _, count in head_counts(model, [m.name for m in resolution.modules])})),
         tensors=tuple(tensors),
         digests={},
         aliases=aliases,
@@ -444,13 +447,7 @@ def _execute(job: _Job, overwrite: bool, cold: Sequence[Path], new_progress: New
             manifest = _with_source_digests(job, {name: each.source for name, each in digests.items()})
             _check_siblings(job, manifest)
             manifest = replace(manifest, digests={name: each.slices for name, each in digests.items()})
-            manifest = replace(manifest, conversion_id=manifest.identity())
-            records = []
-            for file, fd in zip(layout.files, outputs, strict=True):
-                header = file_header(file, manifest.conversion_id, layout.tp)
-                engine.write_all(fd, memoryview(header), 0)
-                records.append(FileRecord(file.name, file.rank, file.nbytes, xxhash.xxh3_128_hexdigest(header)))
-            manifest = replace(manifest, files=tuple(records))
+            manifest = write_headers(manifest, layout, outputs)
             partial.write_beside(CONFIG_NAME, job.checkpoint.config_bytes)
             partial.publish({MANIFEST_NAME: manifest.to_json().encode()}, overwrite)
     except OSError as error:

@@ -70,6 +70,7 @@ class Manifest:
     cast_to: str | None  # a dtype name of the format; None: stored as the source has it
     keep_fp32: tuple[str, ...]  # modules kept in F32 under a cast
     plan: Plan
+    head_counts: tuple[int, ...]  # that a tp degree must divide, as it must every block; each once, ascending
     tensors: tuple[StoredTensor, ...]  # in source order
     digests: Mapping[str, tuple[str, ...]]  # tensor -> xxh3-128 of each stored slice (one when whole), hex
     aliases: Mapping[str, str]  # a name that is not stored -> the stored name it is tied to
@@ -97,6 +98,7 @@ class Manifest:
         document = {
             "format_version": FORMAT_VERSION,
             **self.settings(),
+            "head_counts": list(self.head_counts),
             "source": [[file.name, file.nbytes, file.digest] for file in self.source.files],
             "tensors": [_tensor_to_json(tensor, self.digests[tensor.name]) for tensor in self.tensors],
             "aliases": dict(self.aliases),
@@ -112,6 +114,7 @@ class Manifest:
             "tool": {"name": "shardconv", "version": self.tool_version},
             "conversion_id": self.conversion_id,
             **self.settings(),
+            "head_counts": list(self.head_counts),
             "library": {"name": "diffusers", "version": self.library_version},
             "source": {
                 "repo": source.repo, "revision": source.revision, "subfolder": source.subfolder,
@@ -254,6 +257,7 @@ def _from_json(document: Any) -> Manifest:
         cast_to=_optional_text(dtype["cast_to"]),
         keep_fp32=_strings(dtype["keep_fp32"]),
         plan=parse_plan(document["plan"], "plan"),
+        head_counts=tuple(map(_count, _expect(document["head_counts"], list))),
         tensors=tuple(tensor for tensor, _ in records),
         digests={tensor.name: digests for tensor, digests in records},
         aliases=_string_map(document["aliases"]),

@@ -1,12 +1,17 @@
-"""A set as the source of something else: where its slices stand, and whether they were what its manifest says."""
+"""Between a set's slices and its manifest: where they stand, whether they are what it says, and the last of writing
+them, when all digests are known."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from .engine import Extent, RouteDigests
+import xxhash
+
+from .engine import Extent, RouteDigests, write_all
 from .errors import SetError
-from .manifest import Manifest
+from .layout import SetLayout, file_header
+from .manifest import FileRecord, Manifest
 from .sets import SetFile
 
 
@@ -34,3 +39,15 @@ def check_digests(manifest: Manifest, found: Mapping[str, RouteDigests]) -> None
     ]
     if issues:
         raise SetError(*issues)
+
+
+def write_headers(manifest: Manifest, layout: SetLayout, outputs: Sequence[int]) -> Manifest:
+    """Give `manifest`, whose digests are known, its conversion id, and write that with the header into each of the
+    layout's files, open as `outputs`. Returns the complete manifest."""
+    manifest = replace(manifest, conversion_id=manifest.identity())
+    records = []
+    for file, fd in zip(layout.files, outputs, strict=True):
+        header = file_header(file, manifest.conversion_id, layout.tp)
+        write_all(fd, memoryview(header), 0)
+        records.append(FileRecord(file.name, file.rank, file.nbytes, xxhash.xxh3_128_hexdigest(header)))
+    return replace(manifest, files=tuple(records))

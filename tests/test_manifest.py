@@ -52,6 +52,7 @@ def _manifest(self_contained: bool = False) -> Manifest:
         cast_to="BF16",
         keep_fp32=("norm",),
         plan={"blocks.*.proj": Rule(Style.PACKED_COLWISE, (1, 1)), "blocks.*.out": Rule(Style.ROWWISE)},
+        head_counts=(2, 8),
         tensors=tensors,
         digests={
             "proj.weight": ("5" * 32, "6" * 32),
@@ -120,6 +121,7 @@ def test_what_a_set_is_called_does_not_change_its_id() -> None:
         {"keep_fp32": ()},
         {"model_class": "Flux2Transformer2DModel"},
         {"plan": {"blocks.*.proj": Rule(Style.COLWISE), "blocks.*.out": Rule(Style.ROWWISE)}},
+        {"head_counts": (8,)},
         {"aliases": {}},
         {"left_out": ()},
     ],
