@@ -16,6 +16,7 @@ from .errors import (
     UsageError,
 )
 from .manifest import Manifest
+from .resharding import reshard
 from .verifying import verify
 
 __all__ = [
@@ -30,5 +31,6 @@ __all__ = [
     "UsageError",
     "__version__",
     "convert",
+    "reshard",
     "verify",
 ]

@@ -39,12 +39,17 @@ def is_set_file(name: str) -> bool:
 
 def check_target(out: Path, source: Path, tp: int, config_bytes: bytes) -> list[str]:
     """Issues that forbid writing the set of `source` into the component folder `out`; touches nothing."""
-    if out.exists() and not out.is_dir():
-        return [f"{out}: expected a folder to write into, found a file; name another OUT"]
     if out.resolve() == source.resolve():
         return [f"{out}: is the source itself; name another OUT, the source stays as it is"]
     if out.resolve() in source.resolve().parents:
         return [f"{out}: holds the source {source}; name another OUT, best a new folder"]
+    return check_component(out, source, tp, config_bytes)
+
+
+def check_component(out: Path, source: Path, tp: int, config_bytes: bytes) -> list[str]:
+    """Issues with what stands in the component folder `out` already, if it is there; touches nothing."""
+    if out.exists() and not out.is_dir():
+        return [f"{out}: expected a folder to write into, found a file; name another OUT"]
     issues = []
     config = out / CONFIG_NAME
     if config.exists() and config.read_bytes() != config_bytes:

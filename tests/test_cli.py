@@ -29,6 +29,9 @@ FLAGS = {
         "--self-contained", "--overwrite", "--dry-run", "--json", "--quiet",
     ],
     "verify": ["PATH", "--help", "--source", "--json", "--quiet"],
+    "reshard": [
+        "PATH", "OUT", "--help", "--tp", "--self-contained", "--no-self-contained", "--overwrite", "--json", "--quiet"
+    ],
     "merge": ["PATH", "OUT", "--help", "--max-shard-size", "--quiet"],
     "demo": ["--help", "--model", "--keep"],
 }  # fmt: skip

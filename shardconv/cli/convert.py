@@ -69,12 +69,13 @@ def run(args: argparse.Namespace) -> None:
         for text in [text for outcome in outcomes for text in outcome.warnings]:
             print(f"warning: {text}", file=sys.stderr)
     if args.json:
-        print(json.dumps({"dry_run": args.dry_run, "sets": [_as_json(outcome) for outcome in outcomes]}, indent=2))
+        print(json.dumps({"dry_run": args.dry_run, "sets": [as_json(outcome) for outcome in outcomes]}, indent=2))
     elif not args.quiet:
-        print("\n\n".join(_as_text(outcome, args.dry_run) for outcome in outcomes))
+        print("\n\n".join(as_text(outcome, args.dry_run) for outcome in outcomes))
 
 
-def _as_json(outcome: Outcome) -> dict[str, object]:
+def as_json(outcome: Outcome) -> dict[str, object]:
+    """One set of the document that `--json` prints."""
     manifest, summary = outcome.manifest, summarize(outcome.manifest)
     return {
         "component": outcome.component,
@@ -101,7 +102,8 @@ def _as_json(outcome: Outcome) -> dict[str, object]:
     }
 
 
-def _as_text(outcome: Outcome, dry_run: bool) -> str:
+def as_text(outcome: Outcome, dry_run: bool) -> str:
+    """A table of one set for a person."""
     manifest, summary = outcome.manifest, summarize(outcome.manifest)
     state = "would be written" if dry_run else "there already, unchanged" if outcome.was_there else "written"
     lines = [
