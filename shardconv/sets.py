@@ -93,7 +93,7 @@ def _read_header(path: Path, layout: FileLayout, record: FileRecord, manifest: M
     if outside:
         raise SetError(f"{path.name}: a link that leads out of its folder, to {outside}; put the file itself there")
     header = FileHeader.read(path)
-    about = _about(path, header)
+    about = about_file(path, header)
     expectations = {
         "format_version": FORMAT_VERSION,
         "tp_degree": manifest.tp_degree,
@@ -112,7 +112,8 @@ def _read_header(path: Path, layout: FileLayout, record: FileRecord, manifest: M
     return header
 
 
-def _about(path: Path, header: FileHeader) -> dict[str, Any]:
+def about_file(path: Path, header: FileHeader) -> dict[str, Any]:
+    """What a file of a set says of itself. Raises `SetError` when it says nothing."""
     try:
         about = json.loads(header.metadata["shardconv"])
     except (KeyError, ValueError, RecursionError):

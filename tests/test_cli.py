@@ -28,6 +28,7 @@ FLAGS = {
         "SOURCE", "OUT", "--help", "--tp", "--subfolder", "--variant", "--revision", "--dtype", "--plan",
         "--self-contained", "--overwrite", "--dry-run", "--json", "--quiet",
     ],
+    "inspect": ["PATH", "--help", "--tensors", "--json", "--svg"],
     "verify": ["PATH", "--help", "--source", "--json", "--quiet"],
     "reshard": [
         "PATH", "OUT", "--help", "--tp", "--self-contained", "--no-self-contained", "--overwrite", "--json", "--quiet"
