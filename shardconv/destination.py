@@ -136,7 +136,7 @@ class PartialFolder:
         except BaseException as error:
             if lock >= 0:
                 os.close(lock)
-            _remove_folders(self._made_folders)
+            remove_folders(self._made_folders)
             if isinstance(error, OSError) and not isinstance(error, OutputError):
                 raise OutputError(
                     f"{self._partial}: cannot be written ({error.strerror}); choose another OUT"
@@ -204,7 +204,7 @@ class PartialFolder:
                 _remove_our_files(self._partial)
                 for path in self._beside:
                     path.unlink(missing_ok=True)
-                _remove_folders([self._partial, *self._made_folders])
+                remove_folders([self._partial, *self._made_folders])
             os.close(self._lock)
 
 
@@ -251,7 +251,7 @@ def _lock(fd: int) -> bool:
     return True
 
 
-def _remove_folders(folders: Iterable[Path]) -> None:
+def remove_folders(folders: Iterable[Path]) -> None:
     """Those that are empty."""
     for folder in folders:
         try:

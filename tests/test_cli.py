@@ -33,7 +33,7 @@ FLAGS = {
     "reshard": [
         "PATH", "OUT", "--help", "--tp", "--self-contained", "--no-self-contained", "--overwrite", "--json", "--quiet"
     ],
-    "merge": ["PATH", "OUT", "--help", "--max-shard-size", "--quiet"],
+    "merge": ["PATH", "OUT", "--help", "--max-shard-size", "--json", "--quiet"],
     "demo": ["--help", "--model", "--keep"],
 }  # fmt: skip
 
