@@ -1,6 +1,6 @@
 """Pre-shard diffusers transformers for tensor parallelism: slice once, offline; load one file per rank.
 
-`convert` does the work; `loader.load_model` runs the result. Importing this package does not import torch.
+`convert` does the work, `verify`, `merge` and `reshard` work on its result; `loader.load_model` runs the result. Importing this package does not import torch.
 """
 
 from ._version import __version__
@@ -16,6 +16,7 @@ from .errors import (
     UsageError,
 )
 from .manifest import Manifest
+from .merging import merge
 from .resharding import reshard
 from .verifying import verify
 
@@ -31,6 +32,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "convert",
+    "merge",
     "reshard",
     "verify",
 ]

@@ -28,6 +28,7 @@ from .pagecache import drop, start_writeback
 CHUNK_NBYTES = 8 << 20  # bytes read at once by a worker
 WRITE_NBYTES = 1 << 20  # bytes written at once; larger writes stalled in the kernel (benchmarks/README.md, log)
 WORKERS = max(2, min(4, os.cpu_count() or 1))
+READERS = max(2, min(16, os.cpu_count() or 1))  # threads that only read; more would take more memory than files
 
 Progress = Callable[[int], None]  # called with a number of source bytes just dealt with
 _Item = TypeVar("_Item")
@@ -107,8 +108,8 @@ class _Stopped(Exception):
 class _Workers:
     """A few threads, each dealing with one tensor at a time, and the files they read."""
 
-    def __init__(self, paths: set[Path], progress: Progress, nr: int | None = None) -> None:
-        self.nr = nr or WORKERS
+    def __init__(self, paths: set[Path], progress: Progress, nr: int = WORKERS) -> None:
+        self.nr = nr
         self.progress = progress
         self.stop = threading.Event()
         self.fds: dict[Path, int] = {}
@@ -193,8 +194,11 @@ def digest_sources(plan: ConvertPlan, progress: Progress) -> Mapping[str, str]:
 
 
 def digests(extents: Sequence[Extent], progress: Progress) -> list[str | OSError | CheckpointError]:
-    """xxh3-128 of each extent, in order, on all cores; in place of one that cannot be read, the error that says why."""
-    workers = _Workers({extent.path for extent in extents}, progress, os.cpu_count())
+    """xxh3-128 of each extent, in order; in place of one that cannot be read, the error that says why.
+
+    Memory: READERS times one chunk.
+    """
+    workers = _Workers({extent.path for extent in extents}, progress, READERS)
 
     def work(extent: Extent) -> str | OSError | CheckpointError:
         try:

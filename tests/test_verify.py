@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import loader
 import shardconv
 from loader.validate import open_set
-from shardconv import Manifest, SetError, verify
+from shardconv import Manifest, SetError, hub, verify
 from shardconv.cli.main import main
 from shardconv.header import FileHeader
 
@@ -205,7 +205,7 @@ def test_a13_trailing_bytes_are_refused_by_all(root: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\0\0\0\0")
     assert "something was added to it" in issues_of(root / "out")[0]
     with pytest.raises(SetError, match="something was added to it"):
-        shardconv.merging.merge(root / "out", root / "merged")
+        shardconv.merge(root / "out", root / "merged")
     source = root / "source" / toys.SHARDS[0]
     source.write_bytes(source.read_bytes() + b"\0\0\0\0")
     with pytest.raises(shardconv.CheckpointError, match="something was added to it"):
@@ -345,8 +345,31 @@ def test_a_source_that_lacks_or_adds_a_tensor_is_told(root: Path) -> None:
 
 def test_the_same_weights_in_other_files_are_the_same_source(root: Path) -> None:
     """What counts is each tensor: a source saved anew in one file, or merged from the set, compares equal."""
-    shardconv.merging.merge(root / "out", root / "merged")
+    shardconv.merge(root / "out", root / "merged")
     verify(root / "out", source=root / "merged")
+
+
+def test_the_source_may_be_the_pipeline(root: Path) -> None:
+    """Of a pipeline's component the record says which, so that either folder will do."""
+    shutil.move(root / "source", root / "pipe" / "transformer")
+    shardconv.convert(root / "pipe", root / "new", tp=2, subfolder="transformer")
+    for source in (root / "pipe", root / "pipe" / "transformer"):
+        (found,) = verify(root / "new", source=source)
+        assert found.path == root / "new" / "transformer" / "tp2"
+
+
+def test_a_repo_is_taken_at_the_commit_on_record(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set that came from the Hub is compared with the commit that it was converted from, not with what is newest."""
+    asked: list[tuple[object, ...]] = []
+
+    def fetch(*args: object) -> hub.Snapshot:
+        asked.append(args)
+        return hub.Snapshot(root / "source", "c0ffee")
+
+    monkeypatch.setattr(hub, "fetch", fetch)
+    shardconv.convert("org/name", root / "new", tp=2, revision="main")
+    verify(root / "new", source="org/name")
+    assert asked == [("org/name", "main", None, None), ("org/name", "c0ffee", None, None)]
 
 
 def test_a_source_that_cannot_be_read_is_its_own_error(root: Path) -> None:
