@@ -1,6 +1,7 @@
 """Pre-shard diffusers transformers for tensor parallelism: slice once, offline; load one file per rank.
 
-`convert` does the work, `verify`, `merge` and `reshard` work on its result; `loader.load_model` runs the result. Importing this package does not import torch.
+`convert` does the work, `verify`, `merge` and `reshard` take its result; `loader.load_model` runs it. Importing this
+package does not import torch.
 """
 
 from ._version import __version__
