@@ -24,12 +24,12 @@ from .destination import (
 )
 from .errors import CheckpointError, OutputError, SetError, ShardconvError, ShardconvWarning, UsageError
 from .journal import Journal, conversion_key, finished
-from .layout import file_header
-from .manifest import FileRecord, Manifest
+from .manifest import Manifest
 from .pagecache import ReadAhead
 from .plan import Plan, parse_plan, read_plan_file
 from .preparation import DTYPES, Job, Options, prepare
 from .sets import open_files
+from .slices import write_headers
 from .sources import cold_weights, locate, rest_of_pipeline
 
 READ_AHEAD_NBYTES = 6 * 1000**3  # what a disk gives while Python imports; more could push out what is needed first
@@ -231,13 +231,7 @@ def _execute(
             manifest = _with_source_digests(job, {name: each.source for name, each in digests.items()})
             _check_siblings(job, manifest)
             manifest = replace(manifest, digests={name: each.slices for name, each in digests.items()})
-            manifest = replace(manifest, conversion_id=manifest.identity())
-            records = []
-            for file, fd in zip(layout.files, outputs, strict=True):
-                header = file_header(file, manifest.conversion_id, layout.tp)
-                engine.write_all(fd, memoryview(header), 0)
-                records.append(FileRecord(file.name, file.rank, file.nbytes, xxhash.xxh3_128_hexdigest(header)))
-            manifest = replace(manifest, files=tuple(records))
+            manifest = write_headers(manifest, layout, outputs)
             partial.write_beside(CONFIG_NAME, job.checkpoint.config_bytes)
             partial.publish({MANIFEST_NAME: manifest.to_json().encode()}, overwrite)
     except OSError as error:

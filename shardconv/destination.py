@@ -40,12 +40,17 @@ def is_set_file(name: str) -> bool:
 
 def check_target(out: Path, source: Path, tp: int, config_bytes: bytes) -> list[str]:
     """Issues that forbid writing the set of `source` into the component folder `out`; touches nothing."""
-    if out.exists() and not out.is_dir():
-        return [f"{out}: expected a folder to write into, found a file; name another OUT"]
     if out.resolve() == source.resolve():
         return [f"{out}: is the source itself; name another OUT, the source stays as it is"]
     if out.resolve() in source.resolve().parents:
         return [f"{out}: holds the source {source}; name another OUT, best a new folder"]
+    return check_component(out, source, tp, config_bytes)
+
+
+def check_component(out: Path, source: Path, tp: int, config_bytes: bytes) -> list[str]:
+    """Issues with what stands in the component folder `out` already, if it is there; touches nothing."""
+    if out.exists() and not out.is_dir():
+        return [f"{out}: expected a folder to write into, found a file; name another OUT"]
     issues = []
     config = out / CONFIG_NAME
     if config.exists() and config.read_bytes() != config_bytes:
@@ -156,7 +161,7 @@ class PartialFolder:
         except BaseException as error:
             if lock >= 0:
                 os.close(lock)
-            _remove_folders(self._made_folders)
+            remove_folders(self._made_folders)
             if isinstance(error, OSError) and not isinstance(error, OutputError):
                 raise OutputError(
                     f"{self._partial}: cannot be written ({error.strerror}); choose another OUT"
@@ -243,7 +248,7 @@ class PartialFolder:
                 _remove_our_files(self._partial)
                 for path in self._written:
                     path.unlink(missing_ok=True)
-                _remove_folders([self._partial, *self._made_folders])
+                remove_folders([self._partial, *self._made_folders])
             os.close(self._lock)
 
 
@@ -290,7 +295,7 @@ def _lock(fd: int) -> bool:
     return True
 
 
-def _remove_folders(folders: Iterable[Path]) -> None:
+def remove_folders(folders: Iterable[Path]) -> None:
     """Those that are empty."""
     for folder in folders:
         try:
@@ -326,7 +331,7 @@ def _clear(folder: Path) -> None:
     """Remove a folder of ours if it is there; what is not ours stays, and the folder with it."""
     if folder.is_dir() and not folder.is_symlink():
         _remove_our_files(folder)
-        _remove_folders([folder])
+        remove_folders([folder])
 
 
 def _exchange(new: Path, old: Path) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 from . import models
 from .cut import Cut
 from .errors import PlanError
+from .heads import head_counts
 from .plan import Plan, Rule, Style
 
 
@@ -25,6 +26,7 @@ class ModelFacts:
     ignored: tuple[str, ...]  # regular expressions of unexpected tensors that loaders ignore
     fp32_modules: tuple[str, ...]  # kept in fp32 under a cast
     cuts: Mapping[str, tuple[Style, Cut | None]]  # parameter -> style, cut; the others are replicated
+    head_counts: tuple[int, ...]  # of planned attentions, each once, ascending; tp degrees must divide them
     plan_issues: tuple[str, ...]  # why the plan does not fit; there are no cuts then
     warnings: tuple[str, ...]
 
@@ -47,6 +49,7 @@ class ModelFacts:
                 name: (Style(style), cut and Cut(cut["dim"], tuple(cut["block_sizes"])))
                 for name, (style, cut) in raw["cuts"].items()
             },
+            head_counts=tuple(raw["head_counts"]),
             plan_issues=tuple(raw["plan_issues"]),
             warnings=tuple(raw["warnings"]),
         )
@@ -70,6 +73,7 @@ def model_facts(config: Mapping[str, Any], plan: Plan | None, tp: int) -> ModelF
     model = models.skeleton(cls, config)
     issues: tuple[str, ...] = ()
     cuts: Mapping[str, tuple[Style, Cut | None]] = {}
+    heads: set[int] = set()
     warnings: tuple[str, ...] = ()
     try:
         resolution = resolve(model, plan, tp, models.other_plan(cls))
@@ -77,6 +81,7 @@ def model_facts(config: Mapping[str, Any], plan: Plan | None, tp: int) -> ModelF
         issues = error.issues
     else:
         cuts, warnings = resolution.cuts, resolution.warnings
+        heads = {count for _, count in head_counts(model, [module.name for module in resolution.modules])}
     return ModelFacts(
         model_class=cls.__name__,
         library_version=diffusers.__version__,
@@ -86,6 +91,7 @@ def model_facts(config: Mapping[str, Any], plan: Plan | None, tp: int) -> ModelF
         ignored=models.ignored_patterns(cls),
         fp32_modules=models.keep_in_fp32(cls),
         cuts=cuts,
+        head_counts=tuple(sorted(heads)),
         plan_issues=issues,
         warnings=warnings,
     )

@@ -98,6 +98,7 @@ def _prepare(located: Located, component: str, out: Path, options: Options, plan
         cast_to=cast_to,
         keep_fp32=fp32,
         plan=model.plan,
+        head_counts=model.head_counts,
         tensors=tuple(tensors),
         digests={},
         aliases=aliases,

@@ -53,6 +53,7 @@ def _manifest(self_contained: bool = False) -> Manifest:
         cast_to="BF16",
         keep_fp32=("norm",),
         plan={"blocks.*.proj": Rule(Style.PACKED_COLWISE, (1, 1)), "blocks.*.out": Rule(Style.ROWWISE)},
+        head_counts=(2, 8),
         tensors=tensors,
         digests={
             "proj.weight": ("5" * 32, "6" * 32),
@@ -121,6 +122,7 @@ def test_what_a_set_is_called_does_not_change_its_id() -> None:
         {"keep_fp32": ()},
         {"model_class": "Flux2Transformer2DModel"},
         {"plan": {"blocks.*.proj": Rule(Style.COLWISE), "blocks.*.out": Rule(Style.ROWWISE)}},
+        {"head_counts": (8,)},
         {"aliases": {}},
         {"left_out": ()},
     ],
@@ -420,6 +422,24 @@ def test_a_manifest_cut_anywhere_is_refused(tmp_path: Path) -> None:
         (tmp_path / MANIFEST_NAME).write_bytes(raw[:length])
         with pytest.raises(SetError):
             Manifest.read(tmp_path)
+
+
+def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path) -> None:
+    """A manifest file with any one bit flipped, also where it only tells where the set came from, is a `SetError`."""
+    raw = _manifest().to_json().encode()
+    for position in range(len(raw)):
+        damaged = bytearray(raw)
+        damaged[position] ^= 1 << position % 8
+        (tmp_path / MANIFEST_NAME).write_bytes(damaged)
+        with pytest.raises(SetError):
+            Manifest.read(tmp_path)
+
+
+def test_a_manifest_written_anew_by_something_else_is_refused(tmp_path: Path) -> None:
+    """The digest is of the text as it was written: the same JSON in another layout has another."""
+    (tmp_path / MANIFEST_NAME).write_text(json.dumps(_document(), indent=2))
+    with pytest.raises(SetError, match=r"shardconv\.json: not as it was written, its own digest differs; "):
+        Manifest.read(tmp_path)
 
 
 def test_a_manifest_that_cannot_be_read_says_why(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import sys
 
 from ..conversion import Outcome, convert_all
+from ..manifest import Manifest
 from ..plan import read_plan_file
 from ..preparation import DTYPES, Options
 from ..summary import Summary, human, summarize
@@ -71,17 +72,26 @@ def run(args: argparse.Namespace) -> None:
         for text in [text for outcome in outcomes for text in outcome.warnings]:
             print(f"warning: {text}", file=sys.stderr)
     if args.json:
-        print(json.dumps({"dry_run": args.dry_run, "sets": [_as_json(outcome) for outcome in outcomes]}, indent=2))
+        print(json.dumps({"dry_run": args.dry_run, "sets": [as_json(outcome) for outcome in outcomes]}, indent=2))
     elif not args.quiet:
-        print("\n\n".join(_as_text(outcome, args.dry_run) for outcome in outcomes))
+        print("\n\n".join(as_text(outcome, args.dry_run) for outcome in outcomes))
 
 
-def _as_json(outcome: Outcome) -> dict[str, object]:
-    manifest, summary = outcome.manifest, summarize(outcome.manifest)
+def as_json(outcome: Outcome) -> dict[str, object]:
+    """One set of the document that `--json` prints."""
     return {
         "component": outcome.component,
         "folder": str(outcome.folder),
         "already_there": outcome.was_there,
+        **figures(outcome.manifest),
+        "warnings": list(outcome.warnings),
+    }
+
+
+def figures(manifest: Manifest) -> dict[str, object]:
+    """What a set is and weighs, for `--json`."""
+    summary = summarize(manifest)
+    return {
         "conversion_id": manifest.conversion_id,
         "model_class": manifest.model_class,
         "tp_degree": manifest.tp_degree,
@@ -99,24 +109,25 @@ def _as_json(outcome: Outcome) -> dict[str, object]:
         "dtypes": summary.dtypes,
         "files": {file.name: file.nbytes for file in manifest.files},
         "left_out": list(manifest.left_out),
-        "warnings": list(outcome.warnings),
     }
 
 
-def _as_text(outcome: Outcome, dry_run: bool) -> str:
+def as_text(outcome: Outcome, dry_run: bool) -> str:
+    """A table of one set for a person."""
     manifest, summary = outcome.manifest, summarize(outcome.manifest)
     state = "would be written" if dry_run else "there already, unchanged" if outcome.was_there else "written"
-    lines = [
-        f"{outcome.folder}: {manifest.model_class}, tp degree {manifest.tp_degree}, {state}",
-        f"  {'style':<20} {'tensors':>8} {'whole':>10} {'per rank':>10}",
-    ]
+    head = f"{outcome.folder}: {manifest.model_class}, tp degree {manifest.tp_degree}, {state}"
+    return "\n".join([head, *table(manifest.tp_degree, summary)])
+
+
+def table(tp: int, summary: Summary) -> list[str]:
+    """The lines that show a set's figures to a person."""
+    lines = [f"  {'style':<20} {'tensors':>8} {'whole':>10} {'per rank':>10}"]
     for style in summary.styles:
         lines.append(f"  {style.style:<20} {style.tensors:>8} {human(style.nbytes):>10} {human(style.rank_nbytes):>10}")
-    lines.append(
-        f"  {'all':<20} {len(manifest.tensors):>8} {human(summary.nbytes):>10} {human(summary.rank_nbytes):>10}"
-    )
-    lines += _notes(manifest.tp_degree, summary)
-    return "\n".join(lines)
+    nr = sum(style.tensors for style in summary.styles)
+    lines.append(f"  {'all':<20} {nr:>8} {human(summary.nbytes):>10} {human(summary.rank_nbytes):>10}")
+    return lines + _notes(tp, summary)
 
 
 def _notes(tp: int, summary: Summary) -> list[str]:

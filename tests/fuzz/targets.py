@@ -17,7 +17,6 @@ from mutation import Case
 from safetensors import SafetensorError, safe_open
 
 from shardconv.checkpoint import config_digest, open_checkpoint
-from shardconv.conversion import pipeline_components
 from shardconv.cut import Cut
 from shardconv.errors import ShardconvError
 from shardconv.header import FileHeader
@@ -27,6 +26,7 @@ from shardconv.manifest import FileRecord, Manifest, Source, SourceFileRecord, _
 from shardconv.merging import merge
 from shardconv.plan import REPLICATED, Rule, Style, read_plan_file
 from shardconv.sets import open_files
+from shardconv.sources import pipeline_components
 
 MAX_ISSUE_LENGTH = 2000  # characters of one fault; a message must not repeat a megabyte of input
 STEM = "diffusion_pytorch_model"
