@@ -8,6 +8,7 @@ import os
 import resource
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 
 import loader
 import shardconv
-from loader import load, transfer
+from loader import load, transfer, validate
 from loader.transfer import map_file, read_into_memory
 from shardconv.header import FileHeader, TensorEntry, encode_header
 
@@ -108,6 +109,29 @@ def test_a_load_that_is_given_up_leaves_no_thread(way, verify, out):
     with wrong, pytest.raises(shardconv.SetError, match="another model"):
         loader.load_model(out, device="cpu", transfer=way, verify=verify)
     assert set(threading.enumerate()) == before
+
+
+def test_hashing_stops_when_a_load_is_given_up(out):
+    """Once the model turned out not to fit, the rest is not hashed first."""
+    hashed, given_up = [], threading.Event()
+
+    def slow(tensor: torch.Tensor) -> str:
+        given_up.wait(10)
+        time.sleep(0.02)  # for the others to hear of it
+        hashed.append(tensor)
+        return ""
+
+    def refuse(*args: Any) -> None:
+        given_up.set()
+        raise shardconv.SetError("another model")
+
+    with (
+        mock.patch.object(validate, "_digest", slow),
+        mock.patch.object(load, "check_model", refuse),
+        pytest.raises(shardconv.SetError, match="another model"),
+    ):
+        loader.load_model(out, device="cpu", verify=True)
+    assert len(hashed) <= 2 * max(2, os.cpu_count() or 1)
 
 
 @each_way
