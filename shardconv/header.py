@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from .errors import CheckpointError
-from .jsonfile import parse
+from .jsonfile import parse, would_wait
 
 DATA_ALIGNMENT = 4096  # bytes; tensor data of our files starts on a multiple of this
 MAX_HEADER_NBYTES = 100_000_000  # the limit of the safetensors library itself
@@ -73,7 +72,7 @@ class FileHeader:
         """
         path = Path(path)
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        if would_wait(status.st_mode):
             raise CheckpointError(f"{path.name}: a pipe or a device, not a file; fetch it again")
         file_nbytes = status.st_size
         with open(path, "rb") as file:

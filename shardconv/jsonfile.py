@@ -7,14 +7,19 @@ import stat
 from pathlib import Path
 from typing import Any
 
-MAX_JSON_NBYTES = 100_000_000  # of one file; the largest index known has 200 KB
+MAX_JSON_NBYTES = 100_000_000  # of one file; what the safetensors library allows a header
 MAX_DEPTH = 64  # of lists and objects in one another
+
+
+def would_wait(mode: int) -> bool:
+    """Whether what has this `st_mode` is a pipe or a device, which may never end; a folder fails by itself."""
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 
 
 def read_bounded(path: Path) -> bytes:
     """The bytes of a regular file. Raises `OSError`, and `ValueError` for a pipe, a device or an excessive length."""
     status = path.stat()
-    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):  # a folder fails by itself, a pipe waits
+    if would_wait(status.st_mode):
         raise ValueError("a pipe or a device, not a file")
     if status.st_size > MAX_JSON_NBYTES:
         raise ValueError(f"{status.st_size:,} bytes, at most {MAX_JSON_NBYTES:,} are read")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -176,19 +177,43 @@ def change_bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def change_safetensors(data: bytes, rng: random.Random) -> bytes:
-    """The header changed as JSON, the length in front of it mostly made to fit; or any bytes."""
+    """The header changed as JSON, the length in front of it and the data behind it mostly made to fit; or any bytes."""
     length = int.from_bytes(data[:8], "little")
     if rng.random() < 0.2 or len(data) < 8 + length:
         return change_bytes(data, rng)
     header, payload = data[8 : 8 + length], data[8 + length :]
     header = change_json(header, rng) if rng.random() < 0.9 else change_bytes(header, rng)
+    if rng.random() < 0.4:
+        header, payload = _laid_out(header, payload, rng)
     header += b" " * rng.choice([0, 0, 1, 7, -(8 + len(header)) % 4096])
     declared = len(header)
     if rng.random() < 0.05:
         declared = rng.choice([0, 1, 2**63, 2**64 - 1, 10**8, len(header) + 1, max(0, len(header) - 1)])
-    if rng.random() < 0.3:
+    if rng.random() < 0.15:
         payload = rng.choice([payload[: rng.randrange(len(payload) + 1)], payload + bytes(rng.randrange(20))])
     return declared.to_bytes(8, "little") + header + payload
+
+
+_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BF16": 16, "F16": 16, "F32": 32, "C64": 64}
+
+
+def _laid_out(header: bytes, payload: bytes, rng: random.Random) -> tuple[bytes, bytes]:
+    """Offsets that follow from dtypes and shapes, but for one tensor that may overlap or leave a gap; data to match."""
+    try:
+        document = json.loads(header)
+        start = end = 0
+        for name, value in document.items():
+            if name != "__metadata__":
+                if not all(type(nr) is int for nr in value["shape"]):
+                    return header, payload
+                start = end + rng.choice([0, 0, 0, 0, 0, 0, 0, -end, -1, 1, -8, 2])
+                end = start + (math.prod(value["shape"]) * _BITS.get(value["dtype"], 8) + rng.choice([7, 0])) // 8
+                value["data_offsets"] = [start, end]
+        if not 0 <= end <= MAX_NBYTES:
+            return header, payload
+        return json.dumps(document).encode(), bytes(end)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return header, payload
 
 
 def change(case: Case, rng: random.Random) -> dict[str, bytes]:
