@@ -228,12 +228,12 @@ class PartialFolder:
 
     def _move_beside(self, path: Path, data: bytes) -> None:
         """Write a small file outside the folder whole or not at all."""
-        self._written.append(path)
         try:
             _write_new(self._partial / path.name, data)
             os.replace(self._partial / path.name, path)
         except OSError as error:
             raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another OUT") from None
+        self._written.append(path)
 
     def __enter__(self) -> PartialFolder:
         return self
@@ -312,7 +312,7 @@ def _partial(folder: Path) -> Path:
 
 def _aside(folder: Path) -> Path:
     """Where `folder` goes while another one takes its place on a system that cannot exchange two."""
-    return folder.with_name(f".{folder.name}.old")
+    return folder.with_name(f".{folder.name}.shardconv-old")
 
 
 def _is_ours(name: str) -> bool:

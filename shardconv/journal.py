@@ -38,7 +38,7 @@ def conversion_key(manifest: Manifest, sources: Iterable[Path]) -> str:
 def finished(folder: Path, key: str, files: Mapping[str, int]) -> dict[str, TensorDigests]:
     """The tensors of conversion `key` whose bytes are durable in `folder`, by name.
 
-    None when the journal is another conversion's or when one of `files` (name -> bytes) is not there in full length.
+    Empty when the journal is another conversion's or when one of `files` (name -> bytes) is not there in full length.
     """
     try:
         first, *lines = (folder / JOURNAL_NAME).read_bytes().split(b"\n")
@@ -46,19 +46,27 @@ def finished(folder: Path, key: str, files: Mapping[str, int]) -> dict[str, Tens
             return {}
     except OSError:
         return {}
-    return dict(filter(None, map(_parse, lines))) if first == _key_line(key) else {}
+    return dict(filter(None, (_parse(key, line) for line in lines))) if first == _key_line(key) else {}
 
 
 def _key_line(key: str) -> bytes:
     return json.dumps({"conversion": key}).encode()
 
 
-def _parse(line: bytes) -> tuple[str, TensorDigests] | None:
-    """None for a line that a power loss has torn."""
+def _line(key: str, name: str, digests: TensorDigests) -> bytes:
+    """The check at its end is over the key too: what a power loss puts into a file may be part of an old journal."""
+    record = {"name": name, "source": digests.source, "slices": digests.slices}
+    check = xxhash.xxh3_64_hexdigest((key + json.dumps(record)).encode())
+    return json.dumps(record | {"check": check}, separators=(",", ":")).encode()
+
+
+def _parse(key: str, line: bytes) -> tuple[str, TensorDigests] | None:
+    """None for a line that is torn."""
     try:
         record = json.loads(line)
-        return record["name"], TensorDigests(record["source"], tuple(record["slices"]))
-    except (ValueError, TypeError, KeyError):
+        name, digests = record["name"], TensorDigests(record["source"], tuple(record["slices"]))
+        return (name, digests) if _line(key, name, digests) == line else None
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
@@ -67,6 +75,7 @@ class Journal:
 
     def __init__(self, folder: Path, key: str, outputs: Sequence[int]) -> None:
         """`outputs`: descriptors of all files in `folder` that hold tensors. A journal that is there is continued."""
+        self._key = key
         self._outputs = outputs
         self._folder = folder
         self._file = open(folder / JOURNAL_NAME, "ab")  # noqa: SIM115 - closed by __exit__
@@ -81,9 +90,8 @@ class Journal:
         """A tensor is written. Raises the `OSError` that the disk gave when earlier ones were synced."""
         if self._error:
             raise self._error
-        record = {"name": name, "source": digests.source, "slices": digests.slices}
         with self._lock:
-            self._pending.append(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+            self._pending.append(_line(self._key, name, digests) + b"\n")
 
     def _run(self) -> None:
         try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-import functools
 import json
 import os
 import shutil
 import signal
 import struct
+import time
 from pathlib import Path
 
 import crashes
@@ -142,15 +142,33 @@ def test_e2_a_copy_that_was_killed_leaves_nothing_after_the_rerun(pipe: Path, ou
     assert toys.contents(out) == toys.contents(out.with_name("undisturbed"))
 
 
-def test_two_processes_that_copy_the_same_files_do_not_disturb_each_other(pipe: Path, out: Path) -> None:
-    """Two degrees of one pipeline at once, on a disk without hard links: every file is whole at the end."""
+def test_a_copy_waits_for_another_process_that_makes_it(pipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two degrees of one pipeline at once, on a disk without hard links: neither writes into the other's half file."""
+    monkeypatch.setattr(os, "link", refuse_links)
+    started, start = os.pipe()
 
-    def one(tp: int) -> None:
-        os.link = refuse_links
-        convert(pipe, out, tp=tp)
+    def other() -> None:
+        os.close(start)
+        os.read(started, 1)
+        convert(pipe, out, tp=4)
 
-    processes = [crashes.start(functools.partial(one, tp)) for tp in (1, 2, 4)]
-    assert [crashes.was_killed(process) for process in processes] == [False] * 3
+    process = crashes.start(other)
+    ended: list[int] = []
+    real = shutil.copyfile
+
+    def slow_copy(source: Path, target: Path) -> None:
+        os.write(start, b"!")
+        for _ in range(30):  # long enough for the other one to come by
+            if not ended and os.waitpid(process, os.WNOHANG)[0]:
+                ended.append(process)
+            time.sleep(0.01)
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", slow_copy)
+        convert(pipe, out, tp=2)
+    assert not ended
+    assert not crashes.was_killed(process)
     for name in others(pipe):
         assert (out / name).read_bytes() == (pipe / name).read_bytes(), name
     assert not [name for name in files_under(out) if "partial" in name]
