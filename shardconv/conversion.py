@@ -29,7 +29,16 @@ from .checkpoint import (
     unexpected_names,
 )
 from .destination import PartialFolder, check_links, check_space, check_target, link_files, set_folder_name, sets_in
-from .errors import CheckpointError, OutputError, PlanError, SetError, ShardconvError, ShardconvWarning, UsageError
+from .errors import (
+    CheckpointError,
+    OutputError,
+    PlanError,
+    SetError,
+    ShardconvError,
+    ShardconvWarning,
+    UsageError,
+    every,
+)
 from .layout import ConvertPlan, plan_layout, stored_tensors
 from .manifest import FileRecord, Manifest, Source, SourceFileRecord
 from .pagecache import ReadAhead, is_cached
@@ -274,17 +283,7 @@ def pipeline_components(folder: Path) -> dict[str, tuple[str, str]]:
 
 def _prepare_all(located: Located, components: Sequence[str], out: Path, options: Options) -> list[_Job]:
     """Every component's job; the faults of all of them in one error."""
-    jobs: list[_Job] = []
-    errors: list[ShardconvError] = []
-    for name in components:
-        try:
-            jobs.append(_prepare(located, name, out, options))
-        except ShardconvError as error:
-            errors.append(error)
-    if errors:
-        kind = type(errors[0]) if len({type(error) for error in errors}) == 1 else CheckpointError
-        raise kind(*(issue for error in errors for issue in error.issues))
-    return jobs
+    return every(lambda name: _prepare(located, name, out, options), components, CheckpointError)
 
 
 def _prepare(located: Located, component: str, out: Path, options: Options) -> _Job:

@@ -13,6 +13,12 @@ A fault reads `subject: expected X, found Y; what to do`. Checks gather every fa
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
 
 class ShardconvError(Exception):
     """Base class. `issues` holds one sentence for each fault, in the order they were found."""
@@ -56,3 +62,18 @@ class SetError(ShardconvError, ValueError):
 
 class LoadError(ShardconvError, RuntimeError):
     """A set cannot be loaded on this group of ranks."""
+
+
+def every(work: Callable[[_Item], _Result], items: Iterable[_Item], mixed: type[ShardconvError]) -> list[_Result]:
+    """`work` of each item; the faults of all of them in one error, of their class or, when they differ, `mixed`."""
+    results: list[_Result] = []
+    errors: list[ShardconvError] = []
+    for item in items:
+        try:
+            results.append(work(item))
+        except ShardconvError as error:
+            errors.append(error)
+    if errors:
+        kind = type(errors[0]) if len({type(error) for error in errors}) == 1 else mixed
+        raise kind(*(issue for error in errors for issue in error.issues))
+    return results
