@@ -14,7 +14,13 @@ from files that others wrote, so a fault is made one line of printable text, of 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
 MAX_ISSUE_LENGTH = 1500  # characters; a longer fault loses its middle
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class ShardconvError(Exception):
@@ -68,3 +74,23 @@ class SetError(ShardconvError, ValueError):
 
 class LoadError(ShardconvError, RuntimeError):
     """A set cannot be loaded on this group of ranks."""
+
+
+def every(work: Callable[[_Item], _Result], items: Iterable[_Item], mixed: type[ShardconvError]) -> list[_Result]:
+    """`work` of each item; the faults of all of them in one error, of their class or, when they differ, `mixed`."""
+    results: list[_Result] = []
+    errors: list[ShardconvError] = []
+    for item in items:
+        try:
+            results.append(work(item))
+        except ShardconvError as error:
+            errors.append(error)
+    if errors:
+        raise as_one(errors, mixed)
+    return results
+
+
+def as_one(errors: Sequence[ShardconvError], mixed: type[ShardconvError]) -> ShardconvError:
+    """One error with the faults of all `errors`, of their class or, when they differ, `mixed`."""
+    kind = type(errors[0]) if len({type(error) for error in errors}) == 1 else mixed
+    return kind(*(issue for error in errors for issue in error.issues))

@@ -11,7 +11,7 @@ from pathlib import Path
 from . import engine
 from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, config_digest, read_config
 from .destination import PartialFolder, check_space, link_files, remove_folders
-from .errors import OutputError, SetError, ShardconvError
+from .errors import OutputError, SetError, ShardconvError, every
 from .header import TensorEntry, encode_header, nbytes_of
 from .layout import StoredTensor
 from .manifest import Manifest
@@ -68,7 +68,7 @@ def merge(
         OutputError: `out` is not empty, cannot be written or lacks room. Nothing is left behind.
     """
     path, out = Path(path), Path(out)
-    jobs = [_prepare(path / name, name, max_shard_nbytes) for name in components_in(path)]
+    jobs = every(lambda name: _prepare(path / name, name, max_shard_nbytes), components_in(path), SetError)
     is_pipeline = jobs[0].component != "" and (path / MODEL_INDEX).is_file()
     rest = rest_of_pipeline(path, [job.component for job in jobs]) if is_pipeline else []
     existed = out.exists()

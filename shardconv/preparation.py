@@ -9,7 +9,7 @@ from pathlib import Path
 from ._version import __version__
 from .checkpoint import Checkpoint, config_digest, match_names, open_checkpoint, shorten, unexpected_names
 from .destination import check_target, set_folder_name
-from .errors import CheckpointError, OutputError, PlanError, ShardconvError
+from .errors import CheckpointError, OutputError, PlanError, as_one, every
 from .facts import ModelFacts
 from .layout import ConvertPlan, plan_layout, stored_tensors
 from .manifest import FileRecord, Manifest, Source, SourceFileRecord
@@ -55,22 +55,9 @@ class Job:
 
 def prepare(located: Located, subfolder: str | None, out: Path, options: Options) -> list[Job]:
     """The job of every component to shard. Raises what is wrong with any of them, in one error."""
-    jobs: list[Job] = []
-    errors: list[ShardconvError] = []
     with Planner(needs_torch=options.dtype is not None) as planner:
-        for name in components(located, subfolder, options.plan is not None, planner):
-            try:
-                jobs.append(_prepare(located, name, out, options, planner))
-            except ShardconvError as error:
-                errors.append(error)
-    if errors:
-        raise _as_one(errors)
-    return jobs
-
-
-def _as_one(errors: Sequence[ShardconvError]) -> ShardconvError:
-    kind = type(errors[0]) if len({type(error) for error in errors}) == 1 else CheckpointError
-    return kind(*(issue for error in errors for issue in error.issues))
+        names = components(located, subfolder, options.plan is not None, planner)
+        return every(lambda name: _prepare(located, name, out, options, planner), names, CheckpointError)
 
 
 def _prepare(located: Located, component: str, out: Path, options: Options, planner: Planner) -> Job:
@@ -123,7 +110,7 @@ def _check(checkpoint: Checkpoint, model: ModelFacts, aliases: Mapping[str, str]
     found = ((CheckpointError, issues), (OutputError, target_issues), (PlanError, plan_issues))
     errors = [kind(*texts) for kind, texts in found if texts]
     if errors:
-        raise _as_one(errors)
+        raise as_one(errors, CheckpointError)
 
 
 def _aliases(checkpoint: Checkpoint, tied: Sequence[tuple[str, ...]]) -> dict[str, str]:

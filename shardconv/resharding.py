@@ -22,7 +22,7 @@ from .destination import (
     set_folder_name,
     sets_in,
 )
-from .errors import OutputError, SetError, ShardconvError, ShardconvWarning, UsageError
+from .errors import OutputError, SetError, ShardconvError, ShardconvWarning, UsageError, every
 from .layout import SetLayout, plan_layout
 from .manifest import FileRecord, Manifest
 from .plan import REPLICATED
@@ -97,7 +97,9 @@ def reshard_all(
     if type(tp) is not int or tp < 1:
         raise UsageError(f"--tp: expected a positive number of ranks, found {tp}")
     components = components_in(path)
-    jobs = _prepare_all(path, components, out, tp, self_contained)
+    jobs = every(
+        lambda name: _prepare(any_set(path / name), name, out / name, tp, self_contained), components, SetError
+    )
     is_pipeline = components != [""] and (path / MODEL_INDEX).is_file() and path.resolve() != out.resolve()
     rest = rest_of_pipeline(path, components) if is_pipeline else []
     issues = check_links(path, out, rest)
@@ -112,21 +114,6 @@ def reshard_all(
         outcomes.append(Outcome(job.component, job.folder, manifest, job.warnings, known is not None))
     link_files(path, out, rest)
     return outcomes
-
-
-def _prepare_all(path: Path, components: Sequence[str], out: Path, tp: int, self_contained: bool | None) -> list[_Job]:
-    """Every component's job; the faults of all of them in one error."""
-    jobs: list[_Job] = []
-    errors: list[ShardconvError] = []
-    for name in components:
-        try:
-            jobs.append(_prepare(any_set(path / name), name, out / name, tp, self_contained))
-        except ShardconvError as error:
-            errors.append(error)
-    if errors:
-        kind = type(errors[0]) if len({type(error) for error in errors}) == 1 else SetError
-        raise kind(*(issue for error in errors for issue in error.issues))
-    return jobs
 
 
 def _prepare(folder: Path, component: str, out: Path, tp: int, self_contained: bool | None) -> _Job:

@@ -13,7 +13,7 @@ WIDTH = 960  # pixels, as are all lengths below
 _LEFT, _RIGHT = 120, 850  # where bars begin, and where the longest one ends
 _BAR, _GAP, _LINE = 22, 6, 20  # height of a bar, space between bars, height of a line of text
 _GLYPH = 6.7  # a generous width of one character of 12 px text
-_NAME_LIMIT = 62  # characters of a tensor's name that have room
+_NAME_LIMIT = 78  # characters of a tensor's name that have room
 _PALETTE: Mapping[str, str] = {
     "colwise": "#3b6fb6", "packed_colwise": "#7fb2e5", "rowwise": "#2e8b72", "packed_rowwise": "#86c9a4",
     "rowwise_split_input": "#9a6fb0", "replicated": "#e3a13c", "sharded": "#3b6fb6",
@@ -147,7 +147,7 @@ def _rows(chart: Chart, y: float) -> tuple[list[str], float]:
             f'<rect x="24" y="{y:g}" width="{width:.1f}" height="12" fill="{_fill(row.style)}"/>',
             _label(200, y + 10.5, human(row.nbytes), _END),
             _label(216, y + 10.5, _shorten(row.name, _NAME_LIMIT), full=row.name),
-            _label(WIDTH - 24, y + 10.5, _shorten(row.what, 40), f'{_END} fill="{_DIM}"'),
+            _label(WIDTH - 24, y + 10.5, _shorten(row.what, 26), f'{_END} fill="{_DIM}"'),
         ]
         y += _LINE
     return parts, y

@@ -505,7 +505,8 @@ def failing_pwrite(after: int, failure: Callable[[], None]) -> Callable[..., int
     def pwrite(fd: int, data: Any, offset: int) -> int:
         if written[0] >= after:
             failure()
-        written[0] += len(data)
+        nbytes = len(data)  # before the sum: a call in the middle of it would let another thread in between
+        written[0] += nbytes
         return real(fd, data, offset)
 
     return pwrite

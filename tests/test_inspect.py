@@ -64,8 +64,11 @@ def test_a_set_says_all_about_itself(out: Path, capsys: pytest.CaptureFixture[st
     assert len(found["conversion_id"]) == 32
 
 
-def test_bytes_are_those_of_the_files(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Bytes a rank, by style and of replicated tensors are what the library finds in the files."""
+@pytest.mark.parametrize("name", small_sets.NAMES)
+def test_bytes_are_those_of_the_files(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes a rank, by style and of replicated tensors are what the library finds in the files; a bias that stays whole
+    counts as replicated, whatever its module's style."""
+    out = small_sets.converted(name, 4)
     (found,) = document(capsys, "--tensors", out / "tp4")
     mine = held(out / "tp4" / RANK_1)
     shared = held(out / "tp4" / "replicated.safetensors")
@@ -73,10 +76,10 @@ def test_bytes_are_those_of_the_files(out: Path, capsys: pytest.CaptureFixture[s
     assert found["rank_nbytes"] == sum(nbytes for _, nbytes in [*mine.values(), *shared.values()])
     tensors = {tensor["name"]: tensor for tensor in found["tensors"]}
     assert tensors.keys() == mine.keys() | shared.keys()
-    for name, (shape, nbytes) in (mine | shared).items():
-        tensor = tensors[name]
+    for key, (shape, nbytes) in (mine | shared).items():
+        tensor = tensors[key]
         assert tensor["rank_nbytes"] == nbytes
-        assert (tensor["style"] == "replicated") == (name in shared)
+        assert (tensor["style"] == "replicated") == (key in shared)
         local = [nr // 4 if dim == tensor.get("dim") else nr for dim, nr in enumerate(tensor["shape"])]
         assert local == shape
 

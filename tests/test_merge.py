@@ -131,6 +131,19 @@ def test_an_output_folder_gives_the_pipeline_back(
         assert (tmp_path / "merged" / name).samefile(out / name)
 
 
+def test_the_faults_of_all_components_are_told_at_once(source: Path, tmp_path: Path) -> None:
+    """A missing file in one component and an edited config in another are one error, from merge and from reshard."""
+    out = pipeline(source, tmp_path / "out")
+    (out / "transformer" / "tp2" / "replicated.safetensors").unlink()
+    config = out / "transformer_2" / "config.json"
+    config.write_text(config.read_text().replace('"num_layers": 2', '"num_layers": 3'))
+    for work in (merge, lambda path, new: shardconv.reshard(path, new, tp=4)):
+        with pytest.raises(shardconv.SetError) as caught:
+            work(out, tmp_path / "new")
+        assert len(caught.value.issues) == 2
+        assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("existed", [True, False])
 def test_i2_a_pipeline_is_merged_whole_or_not_at_all(source: Path, tmp_path: Path, existed: bool) -> None:
     """Damage in the second component takes back what was written of the first, and nothing else."""

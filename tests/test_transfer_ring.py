@@ -68,6 +68,7 @@ def held() -> tuple[set[str], set[threading.Thread]]:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """Whatever a test does, no descriptor and no thread stays."""
+    gc.collect()  # what earlier tests left for later
     before = held()
     yield
     assert held() == before
