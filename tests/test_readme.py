@@ -29,7 +29,7 @@ def test_the_plan_it_shows_is_the_one_that_is_tested() -> None:
 
 def test_every_flag_of_convert_is_listed_and_no_other() -> None:
     """The table of flags has each of them once, and none that does not exist."""
-    section = README.split("`convert` takes:")[1].split("Exit codes")[0]
+    section = README.split("`convert` takes:\n\n")[1].split("\n\n")[0]
     listed = re.findall(r"(?<=`)--[a-z-]+", section)
     (verbs,) = [action for action in parser()._actions if isinstance(action, argparse._SubParsersAction)]
     flags = [option for action in verbs.choices["convert"]._actions for option in action.option_strings]
