@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import _world
 
 from shardconv.errors import LoadError, ShardconvError
 
@@ -98,7 +98,7 @@ class _Exchange:
 
     @classmethod
     def current(cls, ranks: Ranks, step: int = 0) -> _Exchange:
-        store = _get_process_group_store(ranks.group)
+        store = _world.pg_map[ranks.group][1]  # there is no public way to it
         return cls(ranks, store, store.add(f"{_COUNTER} {ranks.rank}", step))
 
     def key(self, what: object) -> str:
