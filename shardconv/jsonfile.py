@@ -23,7 +23,7 @@ def read_bounded(path: Path) -> bytes:
         raise ValueError("a pipe or a device, not a file")
     if status.st_size > MAX_JSON_NBYTES:
         raise ValueError(f"{status.st_size:,} bytes, at most {MAX_JSON_NBYTES:,} are read")
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         return file.read(status.st_size)
 
 

@@ -33,7 +33,7 @@ from targets import TARGETS, Target
 
 import shardconv
 
-DEADLINE = 5.0  # seconds for one input of at most a few MiB, traced
+DEADLINE = 5.0  # seconds of processor time for one input of at most 1 MiB, traced; waiting may take 12 times as long
 FACTOR = 40  # bytes allocated for each byte given; json.loads takes 28 for the densest text, [{},{},...]
 MAX_CORPUS = 400  # cases kept for each target
 MAX_KEPT_NBYTES = 30_000  # of a case that is mutated further; larger ones only cost time
@@ -51,7 +51,7 @@ class Report:
     findings: dict[str, Case] = field(default_factory=dict)  # what happened, each kind once -> the first case of it
     arcs: set[Arc] = field(default_factory=set)
     corpus: list[Case] = field(default_factory=list)
-    worst_seconds: float = 0.0
+    worst_seconds: float = 0.0  # of processor time
     worst_nbytes: int = 0  # allocated at once
 
 
@@ -64,15 +64,18 @@ def _deadline() -> Iterator[None]:
     def late(number: int, frame: FrameType | None) -> None:
         raise Hang(f"still running after {DEADLINE} s")
 
-    previous = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, DEADLINE)
-    faulthandler.dump_traceback_later(10 * DEADLINE, exit=True)  # a loop inside C cannot be interrupted otherwise
+    timers = ((signal.ITIMER_PROF, signal.SIGPROF, DEADLINE), (signal.ITIMER_REAL, signal.SIGALRM, 12 * DEADLINE))
+    previous = [signal.signal(number, late) for _, number, _ in timers]
+    for timer, _, seconds in timers:
+        signal.setitimer(timer, seconds)
+    faulthandler.dump_traceback_later(24 * DEADLINE, exit=True)  # a loop inside C cannot be interrupted otherwise
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        for (timer, number, _), handler in zip(timers, previous, strict=True):
+            signal.setitimer(timer, 0)
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -110,14 +113,14 @@ def try_case(target: Target, case: Case, report: Report) -> bool:
         write(case, folder)
         arcs: set[Arc] = set()
         tracemalloc.start()
-        start = time.perf_counter()
+        start = time.process_time()
         try:
             with _deadline(), _coverage(arcs):
                 outcome = target.run(folder)
         except (Exception, Hang) as error:
             outcome = _finding(error)
             report.findings.setdefault(outcome, dict(case))
-        seconds, nbytes = time.perf_counter() - start, tracemalloc.get_traced_memory()[1]
+        seconds, nbytes = time.process_time() - start, tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     given = sum(map(len, case.values()))
     if nbytes > FACTOR * given + target.allowance:

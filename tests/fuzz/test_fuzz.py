@@ -56,16 +56,22 @@ def test_the_harness_notices(run, found: str) -> None:
     assert found in what
 
 
-def test_the_harness_notices_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def _spin(folder: Path) -> str:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize("run", [lambda folder: time.sleep(10), _spin], ids=["waits", "loops"])
+def test_the_harness_notices_a_hang(run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that does not come back is stopped and is a finding."""
     monkeypatch.setattr("run.DEADLINE", 0.05)
     report = Report()
-    try_case(Target(lambda folder: time.sleep(10), []), {"config.json": CONFIG}, report)
+    try_case(Target(run, []), {"config.json": CONFIG}, report)
     (what,) = report.findings
     assert "Hang" in what
 
 
-def test_new_ways_through_a_reader_are_kept(tmp_path: Path) -> None:
+def test_new_ways_through_a_reader_are_kept() -> None:
     """An input that goes a way not seen before joins the corpus; the same input again does not."""
     report = Report()
     header = TARGETS["header"]
