@@ -11,12 +11,11 @@ from typing import Any
 
 from .checkpoint import MANIFEST_NAME
 from .cut import Cut
-from .destination import sets_in
 from .errors import SetError
 from .header import FileHeader, nbytes_of
 from .manifest import Manifest
 from .plan import REPLICATED
-from .sets import about_file, components_in
+from .sets import about_file, components_in, set_folders
 
 SHARDED = "sharded"  # the style of a rank file's tensors where no manifest says more
 STORED = "stored"  # that of a file which is not of a set
@@ -73,7 +72,7 @@ def inspect(path: str | os.PathLike[str]) -> list[Inspected]:
         return [_inspect_file(path)]
     if (path / MANIFEST_NAME).is_file():
         return [_inspect_set(path)]
-    return [_inspect_set(folder) for name in components_in(path) for folder in sets_in(path / name).values()]
+    return [_inspect_set(folder) for name in components_in(path) for folder in set_folders(path / name)]
 
 
 def _inspect_set(folder: Path) -> Inspected:

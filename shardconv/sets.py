@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +28,21 @@ class SetFile:
     header: FileHeader
 
 
+def set_folders(component: Path) -> list[Path]:
+    """The `tpN` folders of a component folder, complete or not."""
+    found = component.iterdir() if component.is_dir() else ()
+    return sorted(child for child in found if re.fullmatch(r"tp\d+", child.name) and child.is_dir())
+
+
 def components_in(path: Path) -> list[str]:
-    """Names of the folders in `path` that hold sets; "" alone when `path` is a set or a component folder itself.
+    """Names of the folders in `path` that hold sets, complete or not; "" alone when `path` is a set or a component
+    folder itself.
 
     Raises `SetError` when there is no set.
     """
-    if (path / MANIFEST_NAME).is_file() or sets_in(path):
+    if (path / MANIFEST_NAME).is_file() or set_folders(path):
         return [""]
-    inner = sorted(child.name for child in path.iterdir() if child.is_dir() and sets_in(child)) if path.is_dir() else []
+    inner = sorted(child.name for child in path.iterdir() if set_folders(child)) if path.is_dir() else []
     if not inner:
         any_set(path)  # says what stands there instead
     return inner
@@ -47,6 +55,8 @@ def any_set(path: Path) -> Path:
     sets = sets_in(path)
     if not path.is_dir():
         raise SetError(f"{path}: no such folder; give the folder that shardconv convert wrote")
+    for folder in set_folders(path) if not sets else ():
+        raise SetError(f"{folder}: no {MANIFEST_NAME}, so not a complete set; fetch or convert it again")
     if not sets:
         inner = sorted(child.name for child in path.iterdir() if child.is_dir() and sets_in(child))
         where = f"it is in {', '.join(inner)}; give {path / inner[0]}" if inner else "give a folder that convert wrote"

@@ -16,7 +16,7 @@ from .header import FileHeader
 from .layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
 from .manifest import Manifest
 from .models import kept_in_fp32
-from .sets import components_in, read_files
+from .sets import components_in, read_files, set_folders
 from .sources import locate
 
 NewProgress = Callable[[str, int], engine.Progress]
@@ -72,8 +72,7 @@ def verify_all(
         return [_verify_set(path, source, new_progress)]
     found = []
     for component in components_in(path):
-        folders = sorted(child for child in (path / component).iterdir() if re.fullmatch(r"tp\d+", child.name))
-        checked = [_verify_set(folder, source, new_progress) for folder in folders if folder.is_dir()]
+        checked = [_verify_set(folder, source, new_progress) for folder in set_folders(path / component)]
         found += [checked[0], *(_beside(each, checked[0]) for each in checked[1:])]
     return found
 

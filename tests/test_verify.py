@@ -19,6 +19,7 @@ from loader.validate import open_set
 from shardconv import Manifest, SetError, hub, verify
 from shardconv.cli.main import main
 from shardconv.header import FileHeader
+from shardconv.inspecting import inspect
 
 RANK_1, SHARED = "rank-00001-of-00002.safetensors", "replicated.safetensors"
 PACKED = {
@@ -165,7 +166,7 @@ DAMAGED: dict[str, tuple[Damage, list[str]]] = {
     "empty": (cut_to(lambda p: 0), [RANK_1 + ": the file is empty"]),
     "missing": (lambda out: (out / "tp2" / RANK_1).unlink(), [RANK_1 + ": cannot be read (No such file"]),
     "b11_ranks_swapped": (swapped, ["rank-00000-of-00002.safetensors: expected rank 0, found 1", "expected rank 1"]),
-    "no_manifest": (lambda out: (out / "tp2" / "shardconv.json").rename(out / "gone"), ["no converted set in it"]),
+    "no_manifest": (lambda out: (out / "tp2" / "shardconv.json").unlink(), ["tp2: no shardconv.json"]),
     "config": (other_config, ["config.json: not the config that was converted"]),
     "no_config": (lambda out: (out / "config.json").unlink(), ["out: no config.json"]),
     "foreign": (foreign, ["notes.txt: not a file of a set", "rank-00002-of-00004.safetensors: of another set"]),
@@ -250,6 +251,23 @@ def test_an_incomplete_set_beside_a_whole_one_is_named(root: Path) -> None:
     (root / "out" / "tp4").mkdir()
     (issue,) = issues_of(root / "out")
     assert issue.startswith(f"{root / 'out' / 'tp4'}: no shardconv.json, so not a complete set")
+
+
+def test_a_component_whose_set_is_incomplete_is_not_passed_over(root: Path) -> None:
+    """In an output folder, a component with no complete set is named by every verb; none takes it for another file."""
+    shutil.move(root / "out", root / "pipe" / "transformer")
+    shutil.copytree(root / "pipe" / "transformer", root / "pipe" / "transformer_2")
+    bad = root / "pipe" / "transformer_2" / "tp2"
+    (bad / "shardconv.json").unlink()
+    for work in (
+        verify,
+        inspect,
+        lambda path: shardconv.merge(path, root / "new"),
+        lambda path: shardconv.reshard(path, root / "new", tp=4),
+    ):
+        with pytest.raises(SetError, match=f"^{bad}: no shardconv.json, so not a complete set"):
+            work(root / "pipe")
+        assert not (root / "new").exists()
 
 
 # Bit rot
