@@ -7,6 +7,7 @@ from ._version import __version__
 from .conversion import convert
 from .errors import (
     CheckpointError,
+    HubError,
     LoadError,
     OutputError,
     PlanError,
@@ -16,9 +17,11 @@ from .errors import (
     UsageError,
 )
 from .manifest import Manifest
+from .pushing import push
 
 __all__ = [
     "CheckpointError",
+    "HubError",
     "LoadError",
     "Manifest",
     "OutputError",
@@ -29,4 +32,5 @@ __all__ = [
     "UsageError",
     "__version__",
     "convert",
+    "push",
 ]

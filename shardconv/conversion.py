@@ -8,7 +8,7 @@ import warnings as python_warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -35,6 +35,9 @@ from .manifest import FileRecord, Manifest, Source, SourceFileRecord
 from .pagecache import ReadAhead, is_cached
 from .plan import Plan, parse_plan, read_plan_file
 from .sets import open_files
+
+if TYPE_CHECKING:
+    from .fetching import Snapshot
 
 DTYPES: Mapping[str, str] = {
     "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16", "fp32": "F32", "float32": "F32",
@@ -65,6 +68,7 @@ class Outcome:
     manifest: Manifest
     warnings: tuple[str, ...]
     was_there: bool  # the same set stood there already, so nothing was written
+    download: Mapping[str, int] | None = None  # of a Hub repo, the whole source's: name -> bytes
 
 
 NewProgress = Callable[[str, int], "engine.Progress"]  # (what, total bytes) -> called with bytes just dealt with
@@ -159,7 +163,7 @@ def convert_all(
     if subfolder is not None and (Path(subfolder).is_absolute() or ".." in Path(subfolder).parts):
         raise UsageError(f"--subfolder: expected a folder inside the source, found {subfolder!r}")
     out = Path(out)
-    located = _locate(source, subfolder, revision, options.variant)
+    located = _locate(source, subfolder, revision, options.variant, options.dry_run)
     cold = _cold_weights(located.folder, subfolder)
     with ReadAhead(cold, 0 if options.dry_run else READ_AHEAD_NBYTES):
         components = _components(located, subfolder, options)
@@ -172,7 +176,8 @@ def convert_all(
         raise OutputError(*issues)
     there = [_existing(job, options, new_progress) for job in jobs]
     if options.dry_run:
-        return [Outcome(job.component, job.folder, job.manifest, job.warnings, False) for job in jobs]
+        download = located.snapshot.download if located.snapshot else None
+        return [Outcome(job.component, job.folder, job.manifest, job.warnings, False, download) for job in jobs]
     needed = sum(job.plan.layout.nbytes for job, known in zip(jobs, there, strict=True) if known is None)
     issues = check_space(out, needed) if needed else []
     if issues:
@@ -199,6 +204,7 @@ class _Located:
     folder: Path
     repo: str | None
     commit: str | None
+    snapshot: Snapshot | None = None  # of the repo
 
     @property
     def is_pipeline(self) -> bool:
@@ -206,7 +212,7 @@ class _Located:
 
 
 def _locate(
-    source: str | os.PathLike[str], subfolder: str | None, revision: str | None, variant: str | None
+    source: str | os.PathLike[str], subfolder: str | None, revision: str | None, variant: str | None, dry_run: bool
 ) -> _Located:
     path = Path(source)
     if path.exists() and revision is not None:
@@ -218,10 +224,12 @@ def _locate(
     name = os.fspath(source)
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
         raise CheckpointError(f"{name}: no such folder; give a diffusers folder or a Hub repo id such as org/name")
-    from . import hub
+    from .fetching import fetch
+    from .hub import Repo
 
-    snapshot = hub.fetch(name, revision, subfolder, variant)
-    return _Located(snapshot.folder, name, snapshot.commit)
+    repo = Repo(name, subject=f"{name}: not a folder here, and the Hub says")
+    snapshot = fetch(repo, revision, subfolder, variant, dry_run)
+    return _Located(snapshot.folder, name, snapshot.commit, snapshot)
 
 
 def _components(located: _Located, subfolder: str | None, options: Options) -> list[str]:

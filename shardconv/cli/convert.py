@@ -68,10 +68,14 @@ def run(args: argparse.Namespace) -> None:
     if not args.quiet:
         for text in [text for outcome in outcomes for text in outcome.warnings]:
             print(f"warning: {text}", file=sys.stderr)
+    download = outcomes[0].download
     if args.json:
-        print(json.dumps({"dry_run": args.dry_run, "sets": [_as_json(outcome) for outcome in outcomes]}, indent=2))
+        document = {"dry_run": args.dry_run, "sets": [_as_json(outcome) for outcome in outcomes]}
+        print(json.dumps(document | ({"download": dict(download)} if download else {}), indent=2))
     elif not args.quiet:
         print("\n\n".join(_as_text(outcome, args.dry_run) for outcome in outcomes))
+        if download:
+            print(f"\n{args.source}: {len(download)} files, {human(sum(download.values()))}, would be downloaded")
 
 
 def _as_json(outcome: Outcome) -> dict[str, object]:
