@@ -18,6 +18,7 @@ from shardconv.header import REAL_FLOATS
 from shardconv.manifest import Manifest
 from shardconv.pagecache import is_cached
 
+from . import remote
 from .locate import find_set
 from .parallel import apply, check_layers
 from .ranks import Ranks, place_of, ranks_of, together
@@ -34,17 +35,24 @@ def load_model(
     dtype: torch.dtype | None = None,
     group: Any = None,
     verify: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
 ) -> nn.Module:
     """Load this rank's part of a converted model.
 
     Args:
-        path: what `shardconv convert` wrote: a component folder, an output folder with `subfolder`, or one set (`tp4`).
+        path: what `shardconv convert` wrote: a component folder, an output folder with `subfolder`, or one set (`tp4`);
+            or a Hub repo `org/name`, of which each rank fetches its own file and one rank of a node the shared ones.
         subfolder: the component inside `path`.
         device: where to; None is this rank's accelerator (LOCAL_RANK), else the CPU.
         dtype: cast real floating point to it, the class's `_keep_in_fp32_modules` excepted; None keeps what is stored.
         group: a process group or a one-dimensional device mesh whose ranks share the model; None for all processes.
             A set of tp degree 1 needs none.
         verify: also hash every byte against the manifest before it is used.
+        revision, token, cache_dir, local_files_only, force_download: of a Hub repo, as in diffusers' `from_pretrained`.
 
     Returns:
         The diffusers model, an instance of its own class in eval mode, for inference (no gradients). On the CPU its
@@ -52,15 +60,19 @@ def load_model(
 
     Raises:
         LoadError: on every rank, with the reasons of the ranks that could not load.
-        SetError, CheckpointError, UsageError: the same when one process runs alone.
+        SetError, CheckpointError, UsageError, HubError: the same when one process runs alone.
     """
     ranks = ranks_of(group)
+    place, inside = path, subfolder
+    if remote.is_repo(path, ranks):
+        asking = remote.Asking(revision, token, cache_dir, local_files_only, force_download)
+        place, inside = remote.fetch_set(os.fspath(path), subfolder, ranks, asking), None
     model: nn.Module | None = None
 
     def load() -> str:
         nonlocal model
         _check_dtype(dtype)
-        model, conversion_id = _load_rank(path, subfolder, place_of(device), dtype, ranks, verify)
+        model, conversion_id = _load_rank(place, inside, place_of(device), dtype, ranks, verify)
         return f"{conversion_id} as {dtype or 'stored'}"
 
     ids = together(ranks, load)
@@ -70,6 +82,7 @@ def load_model(
             "every rank the same dtype"
         )
     assert model is not None
+    model.register_to_config(_name_or_path=os.fspath(path))  # type: ignore[operator]
     return model
 
 
@@ -104,7 +117,6 @@ def _load_rank(
     _attach(model, tensors, device)
     if ranks.size > 1:
         apply(model, resolution.modules, ranks)
-    model.register_to_config(_name_or_path=os.fspath(path))
     return model, manifest.conversion_id
 
 

@@ -13,6 +13,7 @@ from shardconv.conversion import MODEL_INDEX, pipeline_components
 from shardconv.destination import sets_in
 from shardconv.errors import SetError, UsageError
 
+from . import remote
 from .load import load_model
 from .parallel import WAY_OUT
 from .ranks import Ranks, place_of, ranks_of, together
@@ -25,26 +26,35 @@ def load_pipeline(
     dtype: torch.dtype | None = None,
     group: Any = None,
     verify: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
     **components: Any,
 ) -> Any:
     """Load a converted pipeline folder: a diffusers pipeline, ready on `device`.
 
     Args:
-        path: the folder that `shardconv convert` wrote from a pipeline.
-        device, dtype, group, verify: as in `load_model`; `dtype` also goes to the other components.
+        path: the folder that `shardconv convert` wrote from a pipeline, or a Hub repo that `shardconv push` filled.
+        device, dtype, group, verify, revision, token, cache_dir, local_files_only, force_download: as in `load_model`;
+            `dtype` also goes to the other components.
         components: handed to `DiffusionPipeline.from_pretrained`, e.g. `text_encoder=None` or `variant="fp16"`.
 
     Every rank must call the pipeline with the same inputs and a generator seeded alike: noise that differs between
     ranks gives a wrong image without an error.
 
     Raises:
-        SetError, LoadError, UsageError: as `load_model`.
+        SetError, LoadError, UsageError, HubError: as `load_model`.
     """
     for name, instead in (("torch_dtype", "dtype"), ("subfolder", "load_model")):
         if name in components:
             raise UsageError(f"{name}: not an option here; use {instead}")
     ranks = ranks_of(group)
     place = place_of(device)  # before any collective, which needs the device to be set
+    if remote.is_repo(path, ranks):
+        asking = remote.Asking(revision, token, cache_dir, local_files_only, force_download)
+        path = remote.fetch_pipeline(os.fspath(path), components, components.get("variant"), ranks, asking)
     sharded = together(ranks, lambda: _sharded_components(Path(path), components))[ranks.rank]
     for name in sharded:
         components[name] = load_model(path, subfolder=name, device=place, dtype=dtype, group=group, verify=verify)

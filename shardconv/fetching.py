@@ -71,6 +71,12 @@ def fetch(repo: Repo, revision: str | None, subfolder: str | None, variant: str 
     return Snapshot(repo.fetch(listing, [*needed.small, *needed.weights]), listing.commit, download)
 
 
+def component_files(repo: Repo, listing: Listing, components: Iterable[str], variant: str | None) -> list[str]:
+    """Names of all files that loading these components, uncut, reads; indexes are fetched."""
+    needed = _needed(repo, listing, components, variant)
+    return [*needed.small, *needed.weights]
+
+
 def _is_about(name: str) -> bool:
     return "/" not in name and name.upper().startswith(_ABOUT)
 

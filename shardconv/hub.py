@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .checkpoint import MANIFEST_NAME
 from .errors import HubError
 from .hub_errors import patiently
 
@@ -43,6 +44,20 @@ class Listing:
 def is_repo_name(name: str) -> bool:
     """Whether a SOURCE that is no path here can be a repo, `org/name`."""
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name))
+
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """Where the client keeps what it fetched."""
+    from huggingface_hub import constants
+
+    return Path(cache_dir or constants.HF_HUB_CACHE)
+
+
+def degrees_in(listing: Listing, component: str) -> dict[int, str]:
+    """tp degree -> folder of the sets of a component ("" for the root) in a repo."""
+    pattern = re.compile(rf"({re.escape(component)}{'/' if component else ''}tp([1-9]\d*))/{re.escape(MANIFEST_NAME)}")
+    found = [match for name in listing.files if (match := pattern.fullmatch(name))]
+    return dict(sorted((int(match[2]), match[1]) for match in found))
 
 
 def digest_of(path: Path, like: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from .checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .conversion import MODEL_INDEX
 from .destination import is_set_file
 from .errors import HubError, SetError, UsageError
-from .hub import Listing, RemoteFile, Repo, card_metadata, digest_of, front_matter, is_repo_name
+from .hub import Listing, RemoteFile, Repo, card_metadata, degrees_in, digest_of, front_matter, is_repo_name
 from .layout import REPLICATED_FILE
 from .manifest import Manifest
 from .sendable import Sendable, SendableSet, check_set, sendable
@@ -198,26 +199,13 @@ def _set_files(remote: Listing, folder: str) -> dict[str, RemoteFile]:
     }
 
 
-def _degrees_there(remote: Listing, component: str) -> dict[int, str]:
-    """tp degree -> folder of the sets of a component in the repo."""
-    prefix = f"{component}/tp".lstrip("/")
-    found = {}
-    for name in remote.files:
-        folder, _, base = name.rpartition("/")
-        if base == MANIFEST_NAME and folder.startswith(prefix) and folder[len(prefix) :].isdecimal():
-            found[int(folder[len(prefix) :])] = folder
-    return dict(sorted(found.items()))
-
-
 def _check_strangers(
     repo: Repo, remote: Listing, component: str, sets: Iterable[SendableSet], config_changed: bool
 ) -> None:
     """The repo's other sets of a component must be of the same weights and config, as on disk."""
-    import json
-
     ours = {each.manifest.tp_degree: each for each in sets}
     issues = []
-    for degree, folder in _degrees_there(remote, component).items():
+    for degree, folder in degrees_in(remote, component).items():
         if degree in ours:
             continue
         name = f"{folder}/{MANIFEST_NAME}"
@@ -277,7 +265,7 @@ def _rows(local: Sendable, remote: Listing) -> list[card.SetRow]:
         sizes = {file.name: file.nbytes for file in each.manifest.files}
         rows.append(_row(each.component, each.manifest.tp_degree, sizes))
     for component in components:
-        for degree, folder in _degrees_there(remote, component).items():
+        for degree, folder in degrees_in(remote, component).items():
             if (component, degree) not in ours:
                 there = {name.rpartition("/")[2]: file.nbytes for name, file in _set_files(remote, folder).items()}
                 there.pop(MANIFEST_NAME)

@@ -87,6 +87,7 @@ class Request:
 
     method: str
     path: str  # decoded, without query
+    user: str = ""  # "" for nobody, and at the storage host
     status: int = 0
     received: int = 0  # bytes of the request's body
     sent: int = 0  # bytes of the answer's body
@@ -178,14 +179,15 @@ class StandInHub(ThreadingHTTPServer):
                     return fault
         return None
 
-    def fetched(self, repo: str) -> list[str]:
-        """Names of the files of `repo` whose content was sent, one for each time, in order."""
+    def fetched(self, repo: str, user: str | None = None) -> list[str]:
+        """Names of the files of `repo` whose content was sent, one for each time, sorted; those `user` asked for."""
         found = []
         for request in self.log:
-            match = re.fullmatch(rf"/(?:storage/[0-9a-f]+/)?{repo}/resolve/[^/]+/(.*)", request.path)
+            match = re.fullmatch(rf"/(?:storage/[0-9a-f]+/(\w*)/)?{repo}/resolve/[^/]+/(.*)", request.path)
             if match and request.method == "GET" and request.status in (200, 206):
-                found.append(match[1])
-        return found
+                asked_by = match[1] if match[1] is not None else request.user
+                found += [match[2]] if user in (None, asked_by) else []
+        return sorted(found)
 
     def sent_nbytes(self) -> int:
         return sum(request.sent for request in self.log)
@@ -229,7 +231,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self) -> None:
         parts = urlsplit(self.path)
         self.query = {key: values[0] for key, values in parse_qs(parts.query).items()}
-        request = Request(self.command, unquote(parts.path))
+        known = self.server.users.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
+        request = Request(self.command, unquote(parts.path), known.name if known else "")
         with self.server.lock:
             self.server.log.append(request)
         self._watch("start", request)
@@ -495,7 +498,9 @@ class _Handler(BaseHTTPRequestHandler):
         if file is None:
             raise _Answer(404, {"error": "Entry not found"}, headers | {"X-Error-Code": "EntryNotFound"})
         if file.is_lfs:
-            where = f"{self.server.storage_url}/storage/{file.sha256}/{name}/resolve/{oid}/{path}"
+            user = self._user()
+            who = user.name if user else ""
+            where = f"{self.server.storage_url}/storage/{file.sha256}/{who}/{name}/resolve/{oid}/{path}"
             linked = {"X-Linked-ETag": f'"{file.etag}"', "X-Linked-Size": str(file.nbytes)}
             raise _Answer(302, b"", headers | linked | {"Location": where})
         self._content(file, headers)
