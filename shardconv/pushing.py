@@ -88,6 +88,8 @@ def push(
         tell(f"verifying {each.folder}")
         check_set(each)
     repo = Repo(repo_id, token)
+    if repo.offline:
+        raise HubError(f"{repo_id}: HF_HUB_OFFLINE is set, so nothing can be sent; unset it")
     state, branch_state = _states(repo, revision)
     if state and not create_pr:
         repo.check_write()

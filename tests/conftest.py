@@ -36,5 +36,7 @@ def client(hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dic
         monkeypatch.setattr(huggingface_hub.constants, name, value)
     monkeypatch.setenv("HF_TOKEN", settings["HF_TOKEN"])
     monkeypatch.setattr("time.sleep", lambda seconds: None)
+    huggingface_hub.utils.disable_progress_bars()
+    huggingface_hub.utils.logging.set_verbosity_error()
     yield settings
     huggingface_hub.close_session()

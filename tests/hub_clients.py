@@ -6,21 +6,24 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 
 def command(settings: Mapping[str, str], *argv: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     return subprocess.run(
         [sys.executable, "-m", "shardconv", *map(str, argv)],
-        env=kept | settings,
+        env=environment(settings),
         capture_output=True,
         text=True,
         check=False,
         timeout=timeout,
     )
+
+
+def environment(settings: Mapping[str, str]) -> dict[str, str]:
+    """That of a client process."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | dict(settings)
 
 
 def constants(settings: Mapping[str, str]) -> dict[str, Any]:

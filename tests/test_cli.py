@@ -29,6 +29,10 @@ FLAGS = {
         "--self-contained", "--overwrite", "--dry-run", "--json", "--quiet",
     ],
     "merge": ["PATH", "OUT", "--help", "--max-shard-size", "--quiet"],
+    "push": [
+        "OUT", "REPO_ID", "--help", "--private", "--revision", "--create-pr", "--degrees", "--commit-message",
+        "--dry-run", "--json", "--quiet",
+    ],
     "demo": ["--help", "--model", "--keep"],
 }  # fmt: skip
 
@@ -284,7 +288,7 @@ def test_the_flags_are_frozen() -> None:
         alone = argparse.ArgumentParser()
         verb.add_arguments(alone)
         usage = " ".join(alone.format_usage().split())
-        positional = re.findall(r" ([A-Z]+)(?= |$)", re.sub(r"\[.*?\]|--\S+ \S+", "", usage))
+        positional = re.findall(r" ([A-Z_]+)(?= |$)", re.sub(r"\[.*?\]|--\S+ \S+", "", usage))
         found[verb.NAME] = positional + re.findall(r"--[a-z-]+", usage.replace("-h", "--help", 1))
     assert found == FLAGS
 

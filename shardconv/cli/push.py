@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 
 from ..errors import UsageError
@@ -40,8 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Push, then report."""
-    if args.quiet:
-        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     done = push(
         args.out,
         args.repo,
