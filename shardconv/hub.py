@@ -159,17 +159,20 @@ class Repo:
 
         subject = f"{self.subject or self.name}: {name}"
         where = {"revision": listing.commit, "cache_dir": self.cache_dir}
+        known = listing.files.get(name, RemoteFile(name, 0, ""))
         before = huggingface_hub.try_to_load_from_cache(self.name, name, **where)
+        is_new = (
+            force or not isinstance(before, str) or (bool(known.digest) and Path(before).stat().st_size != known.nbytes)
+        )
         path = Path(
             self._ask(
                 lambda api: api.hf_hub_download(
-                    self.name, name, **where, force_download=force, local_files_only=self.local_files_only
+                    self.name, name, **where, force_download=is_new, local_files_only=self.local_files_only
                 ),
                 subject,
             )
         )
-        expected = listing.files[name].digest if name in listing.files else ""
-        if expected and (force or not isinstance(before, str)) and digest_of(path, expected) != expected:
+        if is_new and known.digest and digest_of(path, known.digest) != known.digest:
             discard(path)
             raise HubError(
                 f"{subject}: arrived altered (its digest is not the Hub's) and was thrown away; run again, or fetch it "

@@ -46,11 +46,12 @@ def patiently(subject: str, secrets: tuple[str, ...], ask: Callable[[], T]) -> T
 
 
 def _root(error: BaseException) -> BaseException:
-    """The client wraps what the server said in errors that do not say it."""
-    seen = error
-    while not _status(seen) and seen.__cause__ is not None:
-        seen = seen.__cause__
-    return seen if _status(seen) or _names(seen) & _BROKEN or isinstance(seen, OSError) else error
+    """What the HTTP library or the system said; the client wraps it in errors that do not say it."""
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    telling = (each for each in chain if _status(each) or _names(each) & {"HTTPError", "OfflineModeIsEnabled"})
+    return next(telling, next((each for each in chain if isinstance(each, OSError)), error))
 
 
 def _names(error: BaseException) -> set[str]:

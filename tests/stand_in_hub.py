@@ -543,6 +543,6 @@ _ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     ("POST", r"/complete/(\w+)", _Handler._complete),
     ("POST", r"/verify/(\w+)", _Handler._verify),
     ("POST", rf"/api/models/{_REPO}/commit/(.+)", _Handler._commit),
-    ("GET HEAD", rf"/{_REPO}/resolve/([^/]+|refs/pr/\d+)/(.+)", _Handler._resolve),
+    ("GET HEAD", rf"/{_REPO}/resolve/(refs/pr/\d+|[^/]+)/(.+)", _Handler._resolve),
     ("GET HEAD", r"/storage/(\w+)/(.*)", _Handler._storage),
 ]
