@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from .conversion import MODEL_INDEX, pipeline_components
 from .errors import CheckpointError
 from .header import MAX_HEADER_NBYTES
 from .hub import Listing, Repo
+from .models import has_plan
 
 HEADER_NBYTES = 128 << 10  # asked for at first; a longer header takes a second request
 _ABOUT = ("LICENSE", "README", "NOTICE")
@@ -30,7 +31,7 @@ class Snapshot:
     def __init__(self, folder: Path, commit: str, download: Mapping[str, int], temporary: bool = False) -> None:
         self.folder = folder
         self.commit = commit
-        self.download = download  # name in the repo -> bytes of all files that a conversion reads
+        self.download = download  # name in the repo -> bytes; in a dry run, what a conversion would fetch
         if temporary:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
@@ -41,7 +42,6 @@ class _Needed:
 
     small: list[str]  # configs, indexes, tokenizers
     weights: list[str]
-    sharded: list[str]  # of `weights`, those that may be cut, whose headers matter
 
 
 def fetch(repo: Repo, revision: str | None, subfolder: str | None, variant: str | None, dry_run: bool) -> Snapshot:
@@ -59,16 +59,19 @@ def fetch(repo: Repo, revision: str | None, subfolder: str | None, variant: str 
             f"{repo.name}: nothing to convert in {subfolder or 'the repo'}, it has no {' and no '.join(first)}; check "
             "the name"
         )
-    components = [subfolder or ""]
-    if not subfolder and MODEL_INDEX in listing.files:
-        components = list(pipeline_components(repo.fetch(listing, [MODEL_INDEX])))
+    if subfolder or MODEL_INDEX not in listing.files:
+        components = cut = [subfolder or ""]
+    else:
+        listed = pipeline_components(repo.fetch(listing, [MODEL_INDEX]))
+        components = list(listed)
+        cut = [name for name, what in listed.items() if has_plan(*what)] if dry_run else []
     needed = _needed(repo, listing, components, variant)
-    if components != [subfolder or ""]:
+    if MODEL_INDEX in first and MODEL_INDEX in listing.files:
         needed.small.extend([MODEL_INDEX, *(name for name in listing.files if _is_about(name))])
-    download = {name: listing.files[name].nbytes for name in [*needed.small, *needed.weights] if name in listing.files}
+    names = [*needed.small, *needed.weights]
     if dry_run:
-        return _headers_only(repo, listing, needed, download)
-    return Snapshot(repo.fetch(listing, [*needed.small, *needed.weights]), listing.commit, download)
+        return _headers_only(repo, listing, needed, cut)
+    return Snapshot(repo.fetch(listing, names), listing.commit, {})
 
 
 def component_files(repo: Repo, listing: Listing, components: Iterable[str], variant: str | None) -> list[str]:
@@ -82,7 +85,7 @@ def _is_about(name: str) -> bool:
 
 
 def _needed(repo: Repo, listing: Listing, components: Iterable[str], variant: str | None) -> _Needed:
-    needed = _Needed([], [], [])
+    needed = _Needed([], [])
     for component in components:
         prefix = f"{component}/" if component else ""
         names = [name.removeprefix(prefix) for name in listing.files if name.startswith(prefix)]
@@ -91,10 +94,7 @@ def _needed(repo: Repo, listing: Listing, components: Iterable[str], variant: st
         if component and not _has_sets(names):
             inner = [name for name in names if "/" in name and not _is_weights(name.rpartition("/")[2])]
             needed.small.extend(prefix + name for name in inner)
-        weights = _weights(repo, listing, prefix, here, variant, needed.small)
-        needed.weights.extend(prefix + name for name in weights)
-        if any(name.startswith(WEIGHTS_STEM) for name in weights):
-            needed.sharded.extend(prefix + name for name in weights)
+        needed.weights.extend(prefix + name for name in _weights(repo, listing, prefix, here, variant, needed.small))
     return needed
 
 
@@ -120,16 +120,19 @@ def _weights(
     return sorted(set(read_index(folder / f"{prefix}{selection.index}").values()))
 
 
-def _headers_only(repo: Repo, listing: Listing, needed: _Needed, download: Mapping[str, int]) -> Snapshot:
+def _headers_only(repo: Repo, listing: Listing, needed: _Needed, cut: Collection[str]) -> Snapshot:
     folder = Path(tempfile.mkdtemp(prefix="shardconv-headers-"))
-    snapshot = Snapshot(folder, listing.commit, download, temporary=True)
+    names = [name for name in (*needed.small, *needed.weights) if name in listing.files]
+    missing = {name: listing.files[name].nbytes for name in names if not repo.cached(listing, name)}
+    snapshot = Snapshot(folder, listing.commit, missing, temporary=True)
     kept = [name for name in needed.small if Path(name).name in (CONFIG_NAME, MODEL_INDEX) or ".safetensors." in name]
     cached = repo.fetch(listing, kept)
-    for name in kept:
+    for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    for name in kept:
         shutil.copyfile(cached / name, folder / name)
-    for name in needed.sharded:
-        if name in listing.files:  # one that the index names and the repo lacks is the conversion's to report
+    for name in needed.weights:  # one that the index names and the repo lacks is the conversion's to report
+        if name.rpartition("/")[0] in cut and name in listing.files:
             with open(folder / name, "wb") as file:
                 file.write(_header(repo, listing, name))
                 file.truncate(listing.files[name].nbytes)

@@ -154,25 +154,28 @@ class Repo:
                     each.cancel()
         return paths[0].parents[names[0].count("/")]
 
-    def _fetch_one(self, listing: Listing, name: str, force: bool) -> Path:
+    def cached(self, listing: Listing, name: str) -> Path | None:
+        """Where a file is in the cache, at its full length."""
         import huggingface_hub
 
+        path = huggingface_hub.try_to_load_from_cache(
+            self.name, name, revision=listing.commit, cache_dir=self.cache_dir
+        )
+        known = listing.files.get(name)
+        is_there = isinstance(path, str) and (
+            known is None or not known.digest or Path(path).stat().st_size == known.nbytes
+        )
+        return Path(path) if is_there else None
+
+    def _fetch_one(self, listing: Listing, name: str, force: bool) -> Path:
         subject = f"{self.subject or self.name}: {name}"
-        where = {"revision": listing.commit, "cache_dir": self.cache_dir}
-        known = listing.files.get(name, RemoteFile(name, 0, ""))
-        before = huggingface_hub.try_to_load_from_cache(self.name, name, **where)
-        is_new = (
-            force or not isinstance(before, str) or (bool(known.digest) and Path(before).stat().st_size != known.nbytes)
-        )
+        options = {"revision": listing.commit, "cache_dir": self.cache_dir, "local_files_only": self.local_files_only}
+        is_new = force or not self.cached(listing, name)
         path = Path(
-            self._ask(
-                lambda api: api.hf_hub_download(
-                    self.name, name, **where, force_download=is_new, local_files_only=self.local_files_only
-                ),
-                subject,
-            )
+            self._ask(lambda api: api.hf_hub_download(self.name, name, **options, force_download=is_new), subject)
         )
-        if is_new and known.digest and digest_of(path, known.digest) != known.digest:
+        expected = listing.files[name].digest if name in listing.files else ""
+        if is_new and expected and digest_of(path, expected) != expected:
             discard(path)
             raise HubError(
                 f"{subject}: arrived altered (its digest is not the Hub's) and was thrown away; run again, or fetch it "
@@ -181,9 +184,14 @@ class Repo:
         return path
 
     def read_start(self, listing: Listing, name: str, nbytes: int) -> bytes:
-        """The first `nbytes` of a file, by a byte range; nothing is kept."""
+        """The first `nbytes` of a file, from the cache or by a byte range; nothing is kept."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        path = self.cached(listing, name)
+        if path:
+            with open(path, "rb") as file:
+                return file.read(nbytes)
 
         def read(api: Any) -> bytes:
             url = hf_hub_url(self.name, name, revision=listing.commit, endpoint=api.endpoint)
