@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -68,10 +70,26 @@ def load_pipeline(
 def _assemble(path: str | os.PathLike[str], components: dict[str, Any], place: torch.device, ranks: Ranks) -> Any:
     import diffusers
 
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(path, **components).to(place)
+    with _without_sets(Path(path), components) as folder:
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, **components).to(place)
+    pipeline.register_to_config(_name_or_path=os.fspath(path))
     if ranks.size > 1 and hasattr(pipeline, "load_lora_weights"):
         pipeline.load_lora_weights = _refuse_lora
     return pipeline
+
+
+@contextmanager
+def _without_sets(folder: Path, given: Mapping[str, Any]) -> Iterator[Path]:
+    """`folder`; with a variant, links to it without the components that are `given`: diffusers then looks for a dot in
+    the name of everything in a component's folder, and finds none in `tp4`."""
+    if given.get("variant") is None:
+        yield folder
+        return
+    with TemporaryDirectory(prefix="shardconv-pipeline-") as view:
+        for entry in folder.iterdir():
+            if entry.name not in given:
+                Path(view, entry.name).symlink_to(entry.absolute())
+        yield Path(view)
 
 
 def _refuse_lora(*args: Any, **kwargs: Any) -> None:

@@ -262,6 +262,30 @@ def load_pipeline_of_pull(settings: list[Settings], repo: str) -> None:
     loader.load_pipeline(repo, device="cpu", revision="refs/pr/1", **given)
 
 
+@pytest.mark.slow
+def test_b4_a_variant_of_the_other_components_is_fetched(hub: StandInHub, client: Any, tmp_path: Path) -> None:
+    """`variant="fp16"`: the variant's files of the components that have it, the default ones of the others."""
+    pipeline = small_pipelines.build_flux_pipeline()
+    pipeline.save_pretrained(tmp_path / "source")
+    pipeline.text_encoder.save_pretrained(tmp_path / "source" / "text_encoder", variant="fp16")
+    shardconv.convert(tmp_path / "source", tmp_path / "out", tp=2)
+    shardconv.push(tmp_path / "out", REPO)
+    settings = [hub.settings(tmp_path / "other")] * 2
+    hub.log.clear()
+    ranks.values(load_variant, settings, REPO, n=2)
+    fetched = {name for name in hub.fetched(REPO) if name.endswith(".safetensors") and "/tp2/" not in name}
+    assert fetched == {
+        "text_encoder/model.fp16.safetensors", "text_encoder_2/model.safetensors",
+        "vae/diffusion_pytorch_model.safetensors",
+    }  # fmt: skip
+
+
+def load_variant(settings: list[Settings], repo: str) -> None:
+    """With a variant that one component has."""
+    hub_clients.point_at(settings[0])
+    loader.load_pipeline(repo, device="cpu", variant="fp16")
+
+
 # What goes wrong
 
 
