@@ -41,18 +41,7 @@ def script(tp: int) -> str:
     return f"from_pretrained, slice, save_file, tp {tp}"
 
 
-# --- in the child processes ---
-
-
-def child_convert(source: Path, out: Path, tp: int) -> dict[str, float]:
-    """What the command line does, with its imports timed apart."""
-    imports_s = _import_what_converting_needs(source)
-    start = time.perf_counter()
-    from shardconv.cli.main import main
-
-    if main(["convert", "--tp", str(tp), "--quiet", str(source), str(out)]) != 0:
-        raise SystemExit(1)
-    return {"imports_s": imports_s, "work_s": time.perf_counter() - start}
+# --- in the script's process ---
 
 
 def _import_what_converting_needs(source: Path) -> float:
@@ -108,8 +97,7 @@ class Bench:
         self.copied = common.converted(self.source, args.copy_tp) / f"tp{args.copy_tp}" if args.copy_tp else None
         self.expected = {tp: self._expected(tp) for tp in sorted({*args.tp, args.copy_tp, *args.script_tp} - {0})}
         empty = common.run_child(common.python("-c", "pass"))
-        loaded = common.run_child(common.python(__file__, "--child", "imports", self.source))
-        self.empty = {"interpreter_mib": empty.peak_rss_nbytes / MIB, "with_imports_mib": loaded.peak_rss_nbytes / MIB}
+        self.interpreter_mib = empty.peak_rss_nbytes / MIB
 
     def _expected(self, tp: int) -> dict[str, dict[str, str]]:
         ranks, replicated = common.expected_slices(self.source, tp)
@@ -119,8 +107,8 @@ class Bench:
     def contestants(self, ready: Callable[[list[Path]], Sample]) -> list[Contestant]:
         """All of them; `ready` makes the files that one reads warm or cold."""
         source = partial(self._prepare, ready, self.weights)
-        found = [Contestant(ours(tp), partial(self._timed, "convert", tp), source) for tp in self.args.tp]
-        found += [Contestant(script(tp), partial(self._timed, "script", tp), source) for tp in self.args.script_tp]
+        found = [Contestant(ours(tp), partial(self._convert, tp), source) for tp in self.args.tp]
+        found += [Contestant(script(tp), partial(self._script, tp), source) for tp in self.args.script_tp]
         if self.copied:
             files = common.files_in(self.copied)
             found.append(Contestant(CP, partial(self._copy, self.copied), partial(self._prepare, ready, files)))
@@ -131,11 +119,16 @@ class Bench:
         common.settle()
         return ready(files)
 
-    def _timed(self, what: str, tp: int) -> Sample:
-        child = common.run_child(common.python(__file__, "--child", what, self.source, self.out, tp))
-        sample: Sample = self._sample(child, self.weights) | child.result
-        self._verify(ours(tp) if what == "convert" else script(tp), self.out / f"tp{tp}", tp)
+    def _convert(self, tp: int) -> Sample:
+        command = common.python("-m", "shardconv", "convert", "--tp", tp, "--quiet", self.source, self.out)
+        sample = self._sample(common.run_child(command), self.weights)
+        self._verify(ours(tp), self.out / f"tp{tp}", tp)
         return sample
+
+    def _script(self, tp: int) -> Sample:
+        child = common.run_child(common.python(__file__, "--child", self.source, self.out, tp))
+        self._verify(script(tp), self.out / f"tp{tp}", tp)
+        return self._sample(child, self.weights) | child.result
 
     def _copy(self, folder: Path) -> Sample:
         child = common.run_child(["sh", "-c", COPY, "sh", str(folder), str(self.out)])
@@ -148,8 +141,7 @@ class Bench:
             "seconds": child.seconds,
             "gb_per_s": nbytes / GB / child.seconds,
             "peak_rss_mib": child.peak_rss_nbytes / MIB,
-            "peak_rss_above_interpreter_mib": child.peak_rss_nbytes / MIB - self.empty["interpreter_mib"],
-            "peak_rss_above_imports_mib": child.peak_rss_nbytes / MIB - self.empty["with_imports_mib"],
+            "peak_rss_above_interpreter_mib": child.peak_rss_nbytes / MIB - self.interpreter_mib,
             "disk_read_of_source": child.disk_read_nbytes / nbytes,
         }
 
@@ -169,10 +161,7 @@ def figures(tables: dict[str, dict[str, list[Sample]]], args: argparse.Namespace
         for tp in args.tp:
             name = ours(tp)
             ratio = common.paired(samples, name, [CP])
-            work = [{**sample, "seconds": sample["work_s"]} for sample in samples[name]]
-            inner = common.paired(samples | {name: work}, name, [CP])
             found.append(common.figure(f"{mode}, tp {tp}: whole process over cp + fsync", ratio, 1.25))
-            found.append(common.figure(f"{mode}, tp {tp}: without imports over cp + fsync", inner, 1.25))
         if len(args.tp) > 1:
             flat = common.paired(samples, ours(args.tp[-1]), [ours(args.tp[0])])
             found.append(common.figure(f"{mode}: tp {args.tp[-1]} over tp {args.tp[0]}", flat, 1.10))
@@ -182,9 +171,7 @@ def figures(tables: dict[str, dict[str, list[Sample]]], args: argparse.Namespace
             found.append(common.figure(f"{mode}, tp {tp}: scripted way over ours, time", faster, 3.0, at_most=False))
             found.append(common.figure(f"{mode}, tp {tp}: our memory over the scripted way's", mine / theirs, 0.1))
         most = max(sample["peak_rss_above_interpreter_mib"] for tp in args.tp for sample in samples[ours(tp)])
-        above = max(sample["peak_rss_above_imports_mib"] for tp in args.tp for sample in samples[ours(tp)])
         found.append(common.figure(f"{mode}: peak RSS above the empty interpreter, MiB", most, 300))
-        found.append(common.figure(f"{mode}: peak RSS above imported torch and diffusers, MiB", above, 300))
     if "cold" in tables:
         most = max(sample["disk_read_of_source"] for tp in args.tp for sample in tables["cold"][ours(tp)])
         found.append(common.figure("cold: bytes read from the disk over the source's length", most, 1.02))
@@ -213,7 +200,7 @@ def main() -> None:
         args.work,
         checkpoint=common.checkpoint_record(args, bench.source),
         rounds=args.rounds,
-        memory_before_work=bench.empty,
+        interpreter_mib=bench.interpreter_mib,
         tables=tables,
         figures=figures(samples, args),
         verified="every tensor of every output file, every round, by xxh3-128 against slices cut with torch",
@@ -221,19 +208,8 @@ def main() -> None:
     common.write(args.results, args.name, report)
 
 
-def child(arguments: list[str]) -> None:
-    """`WHAT SOURCE [OUT TP]` in a child process; prints its figures as JSON."""
-    what, source = arguments[0], Path(arguments[1])
-    if what == "imports":
-        result = {"imports_s": _import_what_converting_needs(source)}
-    else:
-        run = child_convert if what == "convert" else child_script
-        result = run(source, Path(arguments[2]), int(arguments[3]))
-    print(json.dumps(result))
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        child(sys.argv[2:])
+        print(json.dumps(child_script(Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]))))
     else:
         main()

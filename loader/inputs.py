@@ -11,7 +11,8 @@ from torch import nn
 
 from shardconv.errors import LoadError
 
-from .ranks import ranks_of, together
+from .agreement import together
+from .ranks import ranks_of
 
 
 def check_inputs(model: nn.Module, group: Any = None) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,17 +16,23 @@ from torch import nn
 from shardconv import models
 from shardconv.dtypes import torch_dtype
 from shardconv.errors import LoadError, SetError, UsageError
-from shardconv.header import REAL_FLOATS
+from shardconv.header import REAL_FLOATS, FileHeader
 from shardconv.manifest import Manifest
 from shardconv.pagecache import is_cached
 
 from . import remote
+from .agreement import heed, together
+from .joining import join
 from .locate import find_set
 from .parallel import apply, check_layers
-from .ranks import Ranks, place_of, ranks_of, together
+from .ranks import TIMEOUT_S, Ranks, place_of, ranks_of
 from .readahead import read_ahead
-from .transfer import map_file, read_file
-from .validate import OpenSet, check_digests, check_model, open_set
+from .transfer import map_file, read_file, read_into_memory
+from .validate import OpenSet, check_model, checking, open_set
+
+TRANSFERS = ("mmap", "read")
+
+Take = Callable[[], Mapping[str, torch.Tensor]]  # waits for one file's tensors, by name
 
 
 def load_model(
@@ -35,6 +43,8 @@ def load_model(
     dtype: torch.dtype | None = None,
     group: Any = None,
     verify: bool = False,
+    transfer: str | None = None,
+    timeout: float = TIMEOUT_S,
     revision: str | None = None,
     token: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -46,23 +56,33 @@ def load_model(
     Args:
         path: what `shardconv convert` wrote: a component folder, an output folder with `subfolder`, or one set (`tp4`);
             or a Hub repo `org/name`, of which each rank fetches its own file and one rank of a node the shared ones.
+            Its tp degree is the group's or a multiple of it (the smallest there is), whose slices are then joined.
         subfolder: the component inside `path`.
         device: where to; None is this rank's accelerator (LOCAL_RANK), else the CPU.
         dtype: cast real floating point to it, the class's `_keep_in_fp32_modules` excepted; None keeps what is stored.
         group: a process group or a one-dimensional device mesh whose ranks share the model; None for all processes.
-            A set of tp degree 1 needs none.
+            One process that loads alone needs none, whatever the degree, and gets an ordinary model.
         verify: also hash every byte against the manifest before it is used.
+        transfer: "mmap" maps the files: on the CPU parameters are views into the mapping and pages come in when used,
+            an accelerator is copied to from it. "read" reads each file once, front to back: on the CPU into plain
+            memory, to an accelerator through a few pinned buffers. None is "mmap" on the CPU, else "read".
+        timeout: seconds that a rank which is done waits for the slowest before all raise, naming those that have not
+            answered; 10 minutes unless told otherwise. Downloads may take longer.
         revision, token, cache_dir, local_files_only, force_download: of a Hub repo, as in diffusers' `from_pretrained`.
 
+    A mapped file must stay as it is while the model lives. When another program shortens it, or the network disk under
+    it goes away, touching a parameter ends the process (SIGBUS, no exception); when it is rewritten in place, weights
+    change. Replacing files by rename, as `shardconv convert --overwrite` does, is safe. After `transfer="read"` the
+    files do not matter any more, and a file shortened meanwhile is an ordinary error: choose it for network disks.
+
     Returns:
-        The diffusers model, an instance of its own class in eval mode, for inference (no gradients). On the CPU its
-        parameters are views into the mapped files.
+        The diffusers model, an instance of its own class in eval mode, for inference (no gradients).
 
     Raises:
         LoadError: on every rank, with the reasons of the ranks that could not load.
         SetError, CheckpointError, UsageError, HubError: the same when one process runs alone.
     """
-    ranks = ranks_of(group)
+    ranks = ranks_of(group, timeout)
     place, inside = path, subfolder
     if remote.is_repo(path, ranks):
         asking = remote.Asking(revision, token, cache_dir, local_files_only, force_download)
@@ -72,7 +92,9 @@ def load_model(
     def load() -> str:
         nonlocal model
         _check_dtype(dtype)
-        model, conversion_id = _load_rank(place, inside, place_of(device), dtype, ranks, verify)
+        if transfer not in (None, *TRANSFERS):
+            raise UsageError(f"transfer: expected {' or '.join(map(repr, TRANSFERS))}, found {transfer!r}")
+        model, conversion_id = _load_rank(place, inside, place_of(device), dtype, ranks, verify, transfer)
         return f"{conversion_id} as {dtype or 'stored'}"
 
     ids = together(ranks, load)
@@ -100,20 +122,24 @@ def _load_rank(
     dtype: torch.dtype | None,
     ranks: Ranks,
     verify: bool,
+    transfer: str | None = None,
 ) -> tuple[nn.Module, str]:
     """This rank's model and the id of its conversion; no other rank is waited for."""
     opened = open_set(find_set(path, subfolder, ranks.size), ranks.rank, ranks.size)
     manifest = opened.manifest
-    with _reading(opened, device) as take:
+    with (
+        _reading(opened, device, transfer) as (stored, loaded),
+        checking(opened, stored) if verify else nullcontext(lambda: None) as check,
+    ):
         cls = models.model_class(manifest.model_class, opened.config.get("_diffusers_version"))
         model = models.skeleton(cls, opened.config, _building_dtype(manifest, dtype))
         resolution = check_model(opened, model)
         check_layers(model, resolution.modules)
-        if verify:
-            check_digests(opened, ranks.rank)
-        tensors = take()
+        check()
+        heed(ranks)
+        tensors = {name: tensor for take in loaded for name, tensor in take().items()}
     if dtype is not None:
-        tensors = _cast(tensors, dtype, models.keep_in_fp32(cls))
+        _cast(tensors, dtype, models.keep_in_fp32(cls))
     _attach(model, tensors, device)
     if ranks.size > 1:
         apply(model, resolution.modules, ranks)
@@ -121,21 +147,42 @@ def _load_rank(
 
 
 @contextmanager
-def _reading(opened: OpenSet, device: torch.device) -> Iterator[Callable[[], dict[str, torch.Tensor]]]:
-    """Bytes move while the model's skeleton is built; the value gives the tensors of this rank's files by name."""
-    if device.type == "cpu":
-        cold = [file.path for file in opened.files if not is_cached(file.path)]
-        if cold:
-            read_ahead(cold)
-        yield lambda: {k: v for file in opened.files for k, v in map_file(file.path, file.header).items()}
-        return
+def _reading(opened: OpenSet, device: torch.device, transfer: str | None) -> Iterator[tuple[list[Take], list[Take]]]:
+    """Bytes move while the model's skeleton is built. What gives the tensors of each of this rank's files as they stand
+    there, for checking; and what gives the model's tensors together."""
+    transfer = transfer or ("mmap" if device.type == "cpu" else "read")
+    cold = [file.path for file in opened.files if transfer == "mmap" and not is_cached(file.path)]
+    if cold:
+        read_ahead(cold)
     with ThreadPoolExecutor(1, "loader-transfer") as executor:
-        pending = [executor.submit(read_file, file.path, file.header, device) for file in opened.files]
+        single = {
+            file.path: executor.submit(_transfer, file.path, file.header, device, transfer) for file in opened.single
+        }
+        pending: list[Future[Mapping[str, torch.Tensor]]] = [*single.values(), executor.submit(_joined, opened, device)]
+        stored: list[Take] = [
+            single[file.path].result if file.path in single else partial(map_file, file.path, file.header)
+            for file in opened.files
+        ]
         try:
-            yield lambda: {k: v for future in pending for k, v in future.result().items()}
+            yield stored, [future.result for future in pending]
         finally:
             for future in pending:
                 future.cancel()
+
+
+def _transfer(path: Path, header: FileHeader, device: torch.device, transfer: str) -> Mapping[str, torch.Tensor]:
+    """The tensors of one file on `device`."""
+    if device.type == "cpu":
+        return map_file(path, header) if transfer == "mmap" else read_into_memory(path, header)
+    if transfer == "mmap":
+        return {name: tensor.to(device) for name, tensor in map_file(path, header).items()}
+    return read_file(path, header, device)
+
+
+def _joined(opened: OpenSet, device: torch.device) -> Mapping[str, torch.Tensor]:
+    """The tensors that several files make together; none when the set's degree is the group's."""
+    cuts = {tensor.name: tensor.cut for tensor in opened.manifest.tensors}
+    return join(opened.joined, opened.manifest.tp_degree, cuts, device) if opened.joined else {}
 
 
 def _building_dtype(manifest: Manifest, dtype: torch.dtype | None) -> torch.dtype:
@@ -150,16 +197,12 @@ def _building_dtype(manifest: Manifest, dtype: torch.dtype | None) -> torch.dtyp
     return dtype if dtype.is_floating_point and dtype.itemsize > 1 else torch.float32
 
 
-def _cast(
-    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, fp32_modules: tuple[str, ...]
-) -> dict[str, torch.Tensor]:
+def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype, fp32_modules: tuple[str, ...]) -> None:
+    """In place, one after the other, so that no two copies of all of them stand side by side."""
     real = {torch_dtype(name) for name in REAL_FLOATS}
-    return {
-        name: tensor.to(torch.float32 if models.kept_in_fp32(name, fp32_modules) else dtype)
-        if tensor.dtype in real
-        else tensor
-        for name, tensor in tensors.items()
-    }
+    for name, tensor in tensors.items():
+        if tensor.dtype in real:
+            tensors[name] = tensor.to(torch.float32 if models.kept_in_fp32(name, fp32_modules) else dtype)
 
 
 def _attach(model: nn.Module, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from shardconv.checkpoint import MANIFEST_NAME, WEIGHTS_STEM
@@ -12,7 +13,7 @@ from shardconv.errors import SetError
 
 
 def find_set(path: str | os.PathLike[str], subfolder: str | None, size: int) -> Path:
-    """The folder of the set for `size` ranks.
+    """The folder of the set for `size` ranks: the one of that tp degree, else the smallest multiple of it.
 
     `path` is a component folder, an output folder with `subfolder`, or the set's own folder. Raises `SetError` that
     says what stands there instead and what to run.
@@ -23,15 +24,11 @@ def find_set(path: str | os.PathLike[str], subfolder: str | None, size: int) -> 
     if not component.is_dir():
         raise SetError(f"{component}: no such folder; give the folder that shardconv convert wrote")
     sets = sets_in(component)
-    if size in sets:
-        return sets[size]
-    ranks = f"{size} rank{'s' if size != 1 else ''}"
+    fitting = [degree for degree in sets if degree % size == 0]
+    if fitting:
+        return sets[min(fitting)]
     if sets:
-        degrees = " and ".join(map(str, sets))
-        raise SetError(
-            f"{component}: converted for tp degree {degrees}, this group has {ranks}; "
-            f"run: shardconv convert --tp {size} SOURCE {path}"
-        )
+        raise SetError(no_set_for(size, component, sets))
     for folder in (component, component / set_folder_name(size)):
         if re.fullmatch(r"tp\d+", folder.absolute().name) and folder.is_dir():
             raise SetError(f"{folder}: no {MANIFEST_NAME}, so not a complete set; fetch or convert it again")
@@ -45,3 +42,13 @@ def find_set(path: str | os.PathLike[str], subfolder: str | None, size: int) -> 
             f"{component}: an ordinary checkpoint, not converted; run: shardconv convert --tp {size} {component} OUT"
         )
     raise SetError(f"{component}: no converted set in it; run: shardconv convert --tp {size} SOURCE {path}")
+
+
+def no_set_for(size: int, where: Path, sets: Mapping[int, Path]) -> str:
+    """The sentence for a group of `size` ranks that none of `sets` (tp degree -> folder), found at `where`, fits."""
+    degrees = " and ".join(map(str, sets))
+    folder = sets[max(sets)]
+    return (
+        f"{where}: converted for tp degree {degrees}, this group has {size} ranks; "
+        f"run: shardconv reshard --tp {size} {folder} {folder.parent}"
+    )

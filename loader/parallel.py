@@ -19,8 +19,9 @@ from shardconv.models import class_plan, other_plan
 from shardconv.plan import Plan, parse_plan, read_plan_file
 from shardconv.resolve import PlannedModule, Resolution, resolve
 
+from .agreement import together
 from .linear import make_local
-from .ranks import Ranks, ranks_of, together
+from .ranks import Ranks, ranks_of
 
 WAY_OUT = "The ordinary checkpoint comes back with: shardconv merge SET OUT"
 _REFUSED = ("save_pretrained", "load_lora_adapter", "enable_group_offload", "enable_parallelism")

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from shardconv.conversion import MODEL_INDEX, pipeline_components
 from shardconv.destination import sets_in
 from shardconv.errors import SetError, UsageError
+from shardconv.sources import MODEL_INDEX, pipeline_components
 
 from . import remote
+from .agreement import together
 from .load import load_model
 from .parallel import WAY_OUT
-from .ranks import Ranks, place_of, ranks_of, together
+from .ranks import TIMEOUT_S, Ranks, place_of, ranks_of
 
 
 def load_pipeline(
@@ -28,6 +29,8 @@ def load_pipeline(
     dtype: torch.dtype | None = None,
     group: Any = None,
     verify: bool = False,
+    transfer: str | None = None,
+    timeout: float = TIMEOUT_S,
     revision: str | None = None,
     token: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -39,8 +42,8 @@ def load_pipeline(
 
     Args:
         path: the folder that `shardconv convert` wrote from a pipeline, or a Hub repo that `shardconv push` filled.
-        device, dtype, group, verify, revision, token, cache_dir, local_files_only, force_download: as in `load_model`;
-            `dtype` also goes to the other components.
+        device, dtype, group, verify, transfer, timeout: as in `load_model`; `dtype` also goes to the other components.
+        revision, token, cache_dir, local_files_only, force_download: of a Hub repo, as in `load_model`.
         components: handed to `DiffusionPipeline.from_pretrained`, e.g. `text_encoder=None` or `variant="fp16"`.
 
     Every rank must call the pipeline with the same inputs and a generator seeded alike: noise that differs between
@@ -52,14 +55,23 @@ def load_pipeline(
     for name, instead in (("torch_dtype", "dtype"), ("subfolder", "load_model")):
         if name in components:
             raise UsageError(f"{name}: not an option here; use {instead}")
-    ranks = ranks_of(group)
-    place = place_of(device)  # before any collective, which needs the device to be set
+    ranks = ranks_of(group, timeout)
+    place = together(ranks, lambda: place_of(device))[ranks.rank]
     if remote.is_repo(path, ranks):
         asking = remote.Asking(revision, token, cache_dir, local_files_only, force_download)
         path = remote.fetch_pipeline(os.fspath(path), components, components.get("variant"), ranks, asking)
     sharded = together(ranks, lambda: _sharded_components(Path(path), components))[ranks.rank]
     for name in sharded:
-        components[name] = load_model(path, subfolder=name, device=place, dtype=dtype, group=group, verify=verify)
+        components[name] = load_model(
+            path,
+            subfolder=name,
+            device=place,
+            dtype=dtype,
+            group=group,
+            verify=verify,
+            transfer=transfer,
+            timeout=timeout,
+        )
     if dtype is None and sharded:  # the others in the dtype of the sharded one, not in fp32 as diffusers would
         dtype = components[sharded[0]].dtype
     if dtype is not None:

@@ -1,18 +1,17 @@
-"""Which rank of how many this process is, on which device, and whether all ranks agree."""
+"""Which rank of how many this process is, and on which device."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardconv.errors import LoadError, ShardconvError
+from shardconv.errors import LoadError, UsageError
 
-T = TypeVar("T")
+TIMEOUT_S = 600.0  # seconds that a rank which is done waits for the slowest, unless told otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +21,7 @@ class Ranks:
     rank: int  # within the group, not the global one
     size: int
     group: Any  # a ProcessGroup; None when one process runs alone
+    timeout_s: float  # seconds that this rank, when it is done, waits for the slowest
 
     @property
     def group_name(self) -> str:
@@ -29,12 +29,15 @@ class Ranks:
         return str(self.group.group_name) if self.group is not None else ""
 
 
-def ranks_of(group: Any = None) -> Ranks:
+def ranks_of(group: Any = None, timeout: float = TIMEOUT_S) -> Ranks:
     """The ranks of `group`: a process group, a one-dimensional device mesh, or None for all processes.
 
-    Raises `LoadError` when there is no process group although several processes were started (the rank is never
-    guessed), when a mesh has several dims, and when this process is not in the group.
+    Raises `UsageError` for a `timeout` that is no number of seconds; `LoadError` when there is no process group
+    although several processes were started (the rank is never guessed), when a mesh has several dims, and when this
+    process is not in the group.
     """
+    if not (isinstance(timeout, (int, float)) and timeout > 0):
+        raise UsageError(f"timeout: expected a number of seconds above 0, found {timeout!r}")
     if group is not None and hasattr(group, "mesh_dim_names"):
         if group.ndim != 1:
             raise LoadError(
@@ -52,12 +55,12 @@ def ranks_of(group: Any = None) -> Ranks:
                 f"WORLD_SIZE is {world} but torch.distributed is not initialized; call "
                 "torch.distributed.init_process_group() first"
             )
-        return Ranks(0, 1, None)
+        return Ranks(0, 1, None, timeout)
     group = group if group is not None else dist.group.WORLD
     rank = dist.get_rank(group)
     if rank < 0:
         raise LoadError(_outside())
-    return Ranks(rank, dist.get_world_size(group), group)
+    return Ranks(rank, dist.get_world_size(group), group, timeout)
 
 
 def _outside() -> str:
@@ -73,7 +76,7 @@ def place_of(device: torch.device | str | int | None) -> torch.device:
             raise LoadError(f"device: {place.type!r} was asked for, this process sees {own.type!r} only; leave it out")
         return own
     if place.type != "cpu" and place.index is not None and torch.accelerator.is_available():
-        torch.accelerator.set_device_index(place.index)  # collectives of objects go through the current device
+        torch.accelerator.set_device_index(place.index)  # what the model's collectives go through
     return place
 
 
@@ -95,53 +98,3 @@ def default_device() -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     return torch.device(accelerator.type, local)
-
-
-def agree(ranks: Ranks, told: Any, error: Exception | None) -> list[Any]:
-    """Exchange `told` and `error` with every rank; returns what each rank told, by rank.
-
-    One small collective. When any rank has an error every rank raises: alone its own error, in a group a `LoadError`
-    that names the ranks and their reasons, the same on all of them.
-    """
-    if ranks.group is None:
-        if error is not None:
-            raise error
-        return [told]
-    heard: list[Any] = [None] * ranks.size
-    dist.all_gather_object(heard, (told, _reasons(error)), group=ranks.group)
-    issues = [f"rank {rank}: {reason}" for rank, (_, reasons) in enumerate(heard) for reason in reasons]
-    if issues:
-        # A fault we know needs no second traceback; one we do not know does.
-        raise LoadError(*_merge_equal(heard, issues)) from (None if isinstance(error, ShardconvError) else error)
-    return [told for told, _ in heard]
-
-
-def together(ranks: Ranks, step: Callable[[], T]) -> list[T]:
-    """Run `step` here and on every other rank; what it gave, by rank as far as it travels (this rank's as it is).
-
-    Raises as `agree` does when it fails on any rank, so that none goes on alone.
-    """
-    result, error = None, None
-    try:
-        result = step()
-    except Exception as raised:  # told to every rank, which raise it together
-        error = raised
-    told = agree(ranks, result if isinstance(result, str) else None, error)
-    told[ranks.rank] = result
-    return told
-
-
-def _reasons(error: Exception | None) -> tuple[str, ...]:
-    if error is None:
-        return ()
-    if isinstance(error, ShardconvError):
-        return error.issues
-    return (f"{type(error).__name__}: {error}",)
-
-
-def _merge_equal(heard: list[Any], issues: list[str]) -> list[str]:
-    """One line for a reason that every rank has."""
-    first = heard[0][1]
-    if first and all(reasons == first for _, reasons in heard):
-        return [f"every rank: {reason}" for reason in first]
-    return issues

@@ -9,6 +9,7 @@ Nothing is checked here: a file that is missing or damaged is `load_model`'s to 
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,11 +32,9 @@ def prefetch(
     """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     size = int(os.environ.get("WORLD_SIZE", "1")) if size is None else size
-    files = []
-    for folder in _sets(Path(path) / (subfolder or ""), size):
-        names = (f"rank-{rank:05d}-of-{size:05d}.safetensors", "replicated.safetensors")
-        files += [folder / name for name in names if (folder / name).is_file()]
-    return read_ahead(files)
+    return read_ahead(
+        file for folder in _sets(Path(path) / (subfolder or ""), size) for file in _own(folder, rank, size)
+    )
 
 
 def read_ahead(files: Iterable[Path]) -> threading.Thread:
@@ -56,13 +55,28 @@ def _share(path: Path) -> tuple[int, int]:
 
 
 def _sets(folder: Path, size: int) -> list[Path]:
-    """`folder` itself, its `tpN`, or the `tpN` of each of its components; whichever there is."""
+    """`folder` itself, its fitting `tpN`, or that of each of its components; whichever there is."""
     if (folder / "shardconv.json").is_file():
         return [folder]
-    inside = folder / f"tp{size}"
-    if inside.is_dir():
-        return [inside]
-    return sorted(path for path in folder.glob(f"*/tp{size}") if path.is_dir())
+    return _fitting(folder, size) or [found for inner in sorted(folder.glob("*/")) for found in _fitting(inner, size)]
+
+
+def _fitting(component: Path, size: int) -> list[Path]:
+    """The set that `load_model` takes: of the smallest tp degree that is a multiple of `size`; none or one."""
+    found = {int(path.parent.name[2:]): path.parent for path in component.glob("tp[1-9]*/shardconv.json")
+             if path.parent.name[2:].isdecimal()}  # fmt: skip
+    degrees = [degree for degree in found if degree % size == 0]
+    return [found[min(degrees)]] if degrees else []
+
+
+def _own(folder: Path, rank: int, size: int) -> list[Path]:
+    """The files of a set that `rank` of `size` takes: by their names its share of the rank files; the shared one."""
+    files = []
+    for path in sorted(folder.glob("*.safetensors")):
+        named = re.fullmatch(r"rank-(\d+)-of-(0*[1-9]\d*)", path.stem)
+        if path.name == "replicated.safetensors" or (named and int(named[1]) * size // int(named[2]) == rank):
+            files.append(path)
+    return files
 
 
 def _read_spans(spans: list[tuple[Path, int, int]]) -> None:

@@ -6,19 +6,22 @@ import json
 import os
 import socket
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardconv.checkpoint import CONFIG_NAME, MANIFEST_NAME
-from shardconv.conversion import MODEL_INDEX, pipeline_components
 from shardconv.destination import set_folder_name
 from shardconv.errors import SetError
 from shardconv.fetching import component_files
 from shardconv.hub import Listing, RemoteFile, Repo, cache_folder, degrees_in, is_repo_name
 from shardconv.layout import REPLICATED_FILE, rank_file_name
+from shardconv.sources import MODEL_INDEX, pipeline_components
 
-from .ranks import Ranks, together
+from .agreement import together
+from .ranks import Ranks
+
+FETCH_S = 12 * 3600  # that a rank waits for others to download; one whose process ends is noticed before
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +129,10 @@ def _fetch(
         if names:
             repo.fetch(listing, names, force=asking.force_download)
 
-    together(ranks, fetch)
-    return together(ranks, lambda: repo.fetch(listing, [*own, *shared()]))[ranks.rank]
+    patient = replace(ranks, timeout_s=FETCH_S)
+    together(patient, fetch)
+    folder: Path = together(patient, lambda: repo.fetch(listing, [*own, *shared()]))[ranks.rank]
+    return folder
 
 
 def _set_files(repo: Repo, listing: Listing, component: str, ranks: Ranks) -> tuple[list[str], list[str]]:

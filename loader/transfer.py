@@ -1,9 +1,9 @@
 """Bytes of a set's file to tensors on a device.
 
-CPU: the file is mapped, tensors are views into the mapping, pages come in when used. Accelerators: one device
-allocation a file, several reader threads, each with two pinned buffers and a stream of its own; `preadv` releases the
-interpreter lock, so disk and bus are busy together and host memory stays at the buffers. A file that is in the page
-cache is read through it, a cold one past it (direct I/O).
+CPU: the file is mapped, tensors are views into the mapping, pages come in when used; or it is read into plain memory.
+Accelerators: one device allocation a file, several reader threads, each with two pinned buffers and a stream of its
+own; `preadv` releases the interpreter lock, so disk and bus are busy together and host memory stays at the buffers. A
+file that is in the page cache is read through it, a cold one past it (direct I/O).
 """
 
 from __future__ import annotations
@@ -13,20 +13,25 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 
 from shardconv.dtypes import torch_dtype
-from shardconv.errors import SetError
+from shardconv.errors import SetError, ShardconvWarning
 from shardconv.header import DATA_ALIGNMENT, FileHeader, TensorEntry
 from shardconv.pagecache import is_cached
 
-CHUNK_NBYTES = 16 << 20  # bytes read and copied at once
-READERS = 4  # threads; host memory is READERS times two chunks
+# One thread copies 5 to 10 GB/s out of the page cache, so a bus of 50 GB/s wants eight; they pin 128 MiB together, no
+# more than four with chunks twice as long, and pinning costs time.
+CHUNK_NBYTES = 8 << 20  # bytes read and copied at once
+READERS = 8  # threads; host memory is READERS times two chunks
+
+Read = Callable[[int, int], None]  # reads from a start to an exclusive end, bytes from the start of the data part
 
 
 def map_file(path: Path, header: FileHeader) -> dict[str, torch.Tensor]:
@@ -34,26 +39,65 @@ def map_file(path: Path, header: FileHeader) -> dict[str, torch.Tensor]:
 
     The mapping is private: writing to a tensor changes neither the file nor another process. Each tensor has a storage
     of exactly its own bytes. A file that someone shortens while it is mapped kills the process on access (SIGBUS).
+
+    Where the system counts such a mapping as memory and has none left (strict overcommit), the tensors are read-only,
+    with a `ShardconvWarning`: writing to one then kills the process.
     """
     if header.file_nbytes == header.data_start:
-        return {entry.name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)) for entry in header.tensors}
+        return _views(None, header)
     with open(path, "rb") as file:
-        mapping = _map_private(file.fileno(), header.file_nbytes)
-    return {entry.name: _view(mapping, header, entry) for entry in header.tensors}
+        try:
+            return _views(_map_private(file.fileno(), header.file_nbytes, mmap.PROT_READ | mmap.PROT_WRITE), header)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+        mapping = _map_private(file.fileno(), header.file_nbytes, mmap.PROT_READ)
+    warnings.warn(
+        f"{path.name}: the system reserves no memory for changes to it, so its tensors are read-only; writing to one "
+        "in place would end the process",
+        ShardconvWarning,
+        stacklevel=2,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        return _views(mapping, header)
 
 
-def _map_private(fd: int, nbytes: int) -> mmap.mmap:
-    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-    return mmap.mmap(fd, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+def _map_private(fd: int, nbytes: int, access: int) -> mmap.mmap:
+    return mmap.mmap(fd, nbytes, flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0), prot=access)
 
 
-def _view(mapping: mmap.mmap, header: FileHeader, entry: TensorEntry) -> torch.Tensor:
+def _views(memory: mmap.mmap | None, header: FileHeader) -> dict[str, torch.Tensor]:
+    """The tensors of a file whose bytes stand in `memory` as they do in the file; they keep it alive."""
+    return {entry.name: _view(memory, header, entry) for entry in header.tensors}
+
+
+def _view(memory: mmap.mmap | None, header: FileHeader, entry: TensorEntry) -> torch.Tensor:
     dtype = torch_dtype(entry.dtype)
-    if entry.nbytes == 0:
+    if memory is None or entry.nbytes == 0:
         return torch.empty(entry.shape, dtype=dtype)
     offset = header.data_start + entry.start
     count = entry.nbytes // dtype.itemsize
-    return torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset).view(entry.shape)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(entry.shape)
+
+
+def read_into_memory(path: Path, header: FileHeader) -> dict[str, torch.Tensor]:
+    """Tensors of `path` in plain memory, each with a storage of its own bytes; all is read when this returns.
+
+    Raises as `read_file`. Nothing that happens to the file later reaches the tensors.
+    """
+    if header.file_nbytes == header.data_start:
+        return _views(None, header)
+    memory = mmap.mmap(-1, header.file_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # a fault every 2 MiB instead of every 4 KiB
+    with _opened(path, direct=False) as fd, memoryview(memory)[header.data_start :] as data:
+
+        def read(start: int, end: int) -> None:
+            _read_chunk(fd, path, data[start:end], end - start, header.data_start + start)
+
+        _share_out(len(data), CHUNK_NBYTES, lambda: nullcontext(read))
+    return _views(memory, header)
 
 
 def read_file(
@@ -70,7 +114,7 @@ def read_file(
         torch.accelerator.synchronize(device)  # the allocation may be memory that queued kernels still use
     direct = header.data_start % DATA_ALIGNMENT == 0 and not is_cached(path)
     with _opened(path, direct) as fd:
-        _read_all(fd, path, header.data_start, data, chunk)
+        _share_out(nbytes, chunk, lambda: _through_ring(fd, path, header.data_start, data, chunk))
     return {entry.name: _typed(data[entry.start : entry.end], entry) for entry in header.tensors}
 
 
@@ -99,31 +143,26 @@ def _opened(path: Path, direct: bool) -> Iterator[int]:
         os.close(fd)
 
 
-def _read_all(fd: int, path: Path, data_start: int, data: torch.Tensor, chunk: int) -> None:
-    """Fill `data` from the file, READERS threads taking chunks as they come."""
-    starts = iter(range(0, data.nbytes, chunk))
+def _share_out(nbytes: int, chunk: int, reading: Callable[[], AbstractContextManager[Read]]) -> None:
+    """Have READERS threads, each inside a `reading()` of its own, read `nbytes` from the front, chunk by chunk."""
+    starts = iter(range(0, nbytes, chunk))
     lock, stop = threading.Lock(), threading.Event()
 
     def read_some() -> None:
-        ring = _Ring(data.device, chunk)
         try:
-            while not stop.is_set():
-                with lock:
-                    start = next(starts, None)
-                if start is None:
-                    break
-                slot = ring.free_slot()
-                nbytes = min(chunk, data.nbytes - start)
-                _read_chunk(fd, path, ring.bytes_of(slot), nbytes, data_start + start)
-                ring.send(slot, data[start : start + nbytes])
+            with reading() as read:
+                while not stop.is_set():
+                    with lock:
+                        start = next(starts, None)
+                    if start is None:
+                        break
+                    read(start, min(start + chunk, nbytes))
         except BaseException:
             stop.set()
             raise
-        finally:
-            ring.drain()
 
     with ThreadPoolExecutor(READERS, "shardconv-read") as executor:
-        futures = [executor.submit(read_some) for _ in range(min(READERS, max(1, -(-data.nbytes // chunk))))]
+        futures = [executor.submit(read_some) for _ in range(min(READERS, max(1, -(-nbytes // chunk))))]
     for future in futures:
         future.result()
 
@@ -147,14 +186,31 @@ def _read_chunk(fd: int, path: Path, buffer: memoryview, nbytes: int, offset: in
         done += got
 
 
+@contextmanager
+def _through_ring(fd: int, path: Path, data_start: int, data: torch.Tensor, chunk: int) -> Iterator[Read]:
+    ring = _Ring(data.device, chunk)
+
+    def read(start: int, end: int) -> None:
+        slot = ring.free_slot()
+        _read_chunk(fd, path, ring.bytes_of(slot), end - start, data_start + start)
+        ring.send(slot, data[start:end])
+
+    try:
+        yield read
+    finally:
+        ring.drain()
+
+
 class _Ring:
     """Two host buffers of one reader thread, and the stream by which they reach the device."""
 
     def __init__(self, device: torch.device, chunk: int) -> None:
         pinned = device.type != "cpu"
-        # Room to start on a page, which direct I/O wants and plain memory does not promise.
-        raw = [torch.empty(chunk + DATA_ALIGNMENT, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-        self._slots = [tensor[-tensor.data_ptr() % DATA_ALIGNMENT :][:chunk] for tensor in raw]
+        if pinned:  # starts on a page, as direct I/O wants; torch pins the next power of two, so not a byte more
+            self._slots = [torch.empty(chunk, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        else:
+            raw = [torch.empty(chunk + DATA_ALIGNMENT, dtype=torch.uint8) for _ in range(2)]
+            self._slots = [tensor[-tensor.data_ptr() % DATA_ALIGNMENT :][:chunk] for tensor in raw]
         self._stream = torch.Stream(device) if pinned else None
         if self._stream is not None:
             torch.accelerator.set_stream(self._stream)  # of this reader thread, which ends with the transfer

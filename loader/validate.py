@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 
 from shardconv import models
@@ -21,6 +22,10 @@ from shardconv.manifest import Manifest
 from shardconv.resolve import Resolution, resolve
 from shardconv.sets import SetFile, open_files
 
+from .locate import no_set_for
+
+FETCHED_NBYTES = 16 << 20  # bytes brought back from an accelerator at once, to be hashed; the host memory of one thread
+
 
 @dataclass(frozen=True, slots=True)
 class OpenSet:
@@ -29,17 +34,27 @@ class OpenSet:
     folder: Path
     manifest: Manifest
     config: Mapping[str, Any]
+    size: int  # of the group, which divides the set's tp degree
     files: tuple[SetFile, ...]
+
+    @property
+    def joined(self) -> tuple[SetFile, ...]:
+        """The files whose slices make this rank's together, by rank; none when the set's degree is the group's."""
+        own = self.manifest.tp_degree == self.size
+        return tuple(file for file in self.files if file.rank is not None and not own)
+
+    @property
+    def single(self) -> tuple[SetFile, ...]:
+        """The files that this rank takes as they are."""
+        return tuple(file for file in self.files if file not in self.joined)
 
 
 def open_set(folder: Path, rank: int, size: int) -> OpenSet:
     """Check manifest, config and headers of what `rank` of `size` needs. Raises `SetError` with every fault."""
     manifest = Manifest.read(folder)
-    if manifest.tp_degree != size:
-        raise SetError(
-            f"{folder}: converted for tp degree {manifest.tp_degree}, this group has {size} ranks; "
-            f"run: shardconv convert --tp {size} SOURCE {folder.parent}"
-        )
+    per_rank, rest = divmod(manifest.tp_degree, size)
+    if rest:
+        raise SetError(no_set_for(size, folder, {manifest.tp_degree: folder}))
     component = folder.absolute().parent
     config, _ = read_config(component)
     if config["_class_name"] != manifest.model_class:
@@ -52,7 +67,8 @@ def open_set(folder: Path, rank: int, size: int) -> OpenSet:
             f"{component / 'config.json'}: not the config that was converted; the same weights would compute something "
             "else; put the source's config.json back, or convert again"
         )
-    return OpenSet(folder, manifest, config, open_files(folder, manifest, [rank]))
+    held = range(rank * per_rank, (rank + 1) * per_rank)
+    return OpenSet(folder, manifest, config, size, open_files(folder, manifest, held))
 
 
 def check_model(opened: OpenSet, model: Any) -> Resolution:
@@ -76,7 +92,7 @@ def check_model(opened: OpenSet, model: Any) -> Resolution:
         if name in expected and expected[name] != tensor.shape
     ]
     try:
-        resolution = resolve(model, manifest.plan, manifest.tp_degree)
+        resolution = resolve(model, manifest.plan, opened.size)
     except PlanError as error:
         raise SetError(*issues, *error.issues) from None
     issues += [
@@ -94,29 +110,51 @@ def _how(cut: Cut | None) -> str:
     return "whole" if cut is None else f"cut on dim {cut.dim} in blocks {list(cut.block_sizes)}"
 
 
-def check_digests(opened: OpenSet, rank: int) -> None:
-    """Hash every slice of this rank's files against the manifest, on all cores, through a mapping of their own.
+@contextmanager
+def checking(
+    opened: OpenSet, loaded: Sequence[Callable[[], Mapping[str, torch.Tensor]]]
+) -> Iterator[Callable[[], None]]:
+    """Hash the tensors of `opened.files` against the manifest until left, on all cores, while other things go on.
 
-    Raises `SetError`, every damaged tensor named.
+    `loaded` gives the tensors of each file, waiting for them. Calling the value waits until all are hashed; it raises
+    `SetError`, every damaged tensor named.
     """
-    with ExitStack() as stack:
-        executor = stack.enter_context(ThreadPoolExecutor(max(2, os.cpu_count() or 1), "loader-verify"))
+    files = zip(opened.files, loaded, strict=True)
+    slices = enumerate((file, name, tensor) for file, take in files for name, tensor in take().items())
+    lock, stop = threading.Lock(), threading.Event()
+
+    def hash_some() -> list[tuple[int, str]]:
         found = []
-        for file in opened.files:
-            with open(file.path, "rb") as raw:
-                mapping = mmap.mmap(raw.fileno(), file.header.file_nbytes, prot=mmap.PROT_READ)
-            for entry in file.header.tensors:
-                start = file.header.data_start + entry.start
-                found.append((file, entry, executor.submit(_digest, mapping, start, entry.nbytes)))
-        issues = []
-        for file, entry, future in found:
-            known = opened.manifest.digests[entry.name]
-            if future.result() != known[rank if len(known) > 1 else 0]:
-                issues.append(f"{file.path.name}: {entry.name} is damaged (its digest differs); fetch it again")
-    if issues:
-        raise SetError(*issues)
+        while not stop.is_set():
+            with lock:
+                number, slice_ = next(slices, (-1, None))
+            if slice_ is None:
+                break
+            file, name, tensor = slice_
+            known = opened.manifest.digests[name]
+            if _digest(tensor) != known[file.rank if file.rank is not None and len(known) > 1 else 0]:
+                found.append((number, f"{file.path.name}: {name} is damaged (its digest differs); fetch it again"))
+        return found
+
+    def check() -> None:
+        issues = sorted(issue for future in futures for issue in future.result())
+        if issues:
+            raise SetError(*(text for _, text in issues))
+
+    workers = max(2, os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers, "loader-verify") as executor:
+        futures = [executor.submit(hash_some) for _ in range(workers)]
+        try:
+            yield check
+        finally:
+            stop.set()
 
 
-def _digest(mapping: mmap.mmap, start: int, nbytes: int) -> str:
-    with memoryview(mapping) as whole, whole[start : start + nbytes] as part:
-        return xxhash.xxh3_128_hexdigest(part)
+def _digest(tensor: torch.Tensor) -> str:
+    """xxh3-128 of a tensor's bytes; from an accelerator they come back a part at a time."""
+    hasher = xxhash.xxh3_128()
+    data = tensor.flatten().view(torch.uint8)
+    part = max(1, data.nbytes) if data.is_cpu else FETCHED_NBYTES  # one call for all keeps off the interpreter lock
+    for start in range(0, data.nbytes, part):
+        hasher.update(data[start : start + part].cpu().numpy().data)
+    return hasher.hexdigest()

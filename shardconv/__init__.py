@@ -1,6 +1,7 @@
 """Pre-shard diffusers transformers for tensor parallelism: slice once, offline; load one file per rank.
 
-`convert` does the work; `loader.load_model` runs the result. Importing this package does not import torch.
+`convert` does the work, `verify`, `merge` and `reshard` take its result; `loader.load_model` runs it. Importing this
+package does not import torch.
 """
 
 from ._version import __version__
@@ -17,7 +18,10 @@ from .errors import (
     UsageError,
 )
 from .manifest import Manifest
+from .merging import merge
 from .pushing import push
+from .resharding import reshard
+from .verifying import verify
 
 __all__ = [
     "CheckpointError",
@@ -32,5 +36,8 @@ __all__ = [
     "UsageError",
     "__version__",
     "convert",
+    "merge",
     "push",
+    "reshard",
+    "verify",
 ]

@@ -17,6 +17,7 @@ import xxhash
 
 from .errors import CheckpointError
 from .header import FileHeader, TensorEntry
+from .jsonfile import parse, read_bounded
 
 CONFIG_NAME = "config.json"
 MANIFEST_NAME = "shardconv.json"  # of a converted set
@@ -85,12 +86,13 @@ class Selection:
 def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
     """`config.json` of a component folder, parsed and as bytes. Raises `CheckpointError` when it is unusable."""
     path = folder / CONFIG_NAME
+    _refuse_link_out(path)
     try:
-        raw = path.read_bytes()
-        config = json.loads(raw)
+        raw = read_bounded(path)
+        config = parse(raw, unique=False)
     except FileNotFoundError:
         raise CheckpointError(_no_config(folder)) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error}); fetch it again") from None
     if not isinstance(config, dict) or not isinstance(config.get("_class_name"), str):
         raise CheckpointError(f"{path}: expected a diffusers config with _class_name, found none; is it a component?")
@@ -193,9 +195,10 @@ def open_checkpoint(folder: Path, variant: str | None = None) -> Checkpoint:
 
 def read_index(path: Path) -> dict[str, str]:
     """`weight_map` of an index: tensor name -> plain file name. Raises `CheckpointError`, every fault at once."""
+    _refuse_link_out(path)
     try:
-        document = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        document = parse(read_bounded(path))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.name}: cannot be read as JSON ({error}); fetch it again") from None
     listed = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
@@ -219,7 +222,7 @@ def _open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str]) -
     files, issues = [], []
     for name in names:
         path = folder / name
-        if not path.exists():
+        if not os.path.exists(path):  # unlike Path.exists, also for a name that no file can have
             first = next((tensor for tensor, file in listed.items() if file == name), "")
             issues.append(f"{name}: named by the index (for {first} and others), absent from {folder}; fetch it")
             continue
@@ -240,7 +243,7 @@ def _open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str]) -
 
 def leads_out(path: Path, folder: Path) -> Path | None:
     """Where `path` really is, when that is outside `folder` and outside the Hub cache the folder is a snapshot of."""
-    real, home = path.resolve(), folder.resolve()
+    real, home = (Path(os.path.realpath(each)) for each in (path, folder))  # Path.resolve fails on a link to itself
     if real.is_relative_to(home):
         return None
     # A Hub cache: CACHE/models--org--repo/snapshots/COMMIT/..., its files in the repo's or the whole cache's blobs.
@@ -250,6 +253,12 @@ def leads_out(path: Path, folder: Path) -> Path | None:
             if real.is_relative_to(repo / "blobs") or real.is_relative_to(repo.parent / "blobs"):
                 return None
     return real
+
+
+def _refuse_link_out(path: Path) -> None:
+    outside = leads_out(path, path.parent)
+    if outside:
+        raise CheckpointError(f"{path}: a link that leads out of its folder, to {outside}; put the file itself there")
 
 
 def _collect(

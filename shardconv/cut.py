@@ -64,11 +64,15 @@ def rows_of(shape: Sequence[int], cut: Cut) -> Rows:
     return Rows(math.prod(shape[: cut.dim]), tuple(size * inner for size in cut.block_sizes))
 
 
-def runs(rows: Rows, tp: int) -> Iterator[tuple[int, int]]:
-    """(rank, elements) of each run of one row, in source order: for each block, one run a rank."""
+def runs(rows: Rows, source_tp: int, target_tp: int) -> Iterator[tuple[int, int, int]]:
+    """(source rank, target rank, elements) of each run of one row, in memory order: the pieces of each block between
+    the boundaries of either degree. A degree of 1 is the whole tensor."""
     for block in rows.blocks:
-        for rank in range(tp):
-            yield rank, block // tp
+        ends = {block // tp * (rank + 1) for tp in (source_tp, target_tp) for rank in range(tp)}
+        start = 0
+        for end in sorted(ends - {0}):
+            yield start * source_tp // block, start * target_tp // block, end - start
+            start = end
 
 
 def legal_degrees(sizes: Sequence[int], limit: int = 16) -> list[int]:

@@ -87,5 +87,6 @@ def _run_ranks(name: str, out: Path, folder: Path) -> list[dict[str, float]]:
     command += ["-m", "loader.demo_rank", name, str(out), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ShardconvError(f"demo: the ranks failed (exit code {done.returncode}):\n{done.stderr.strip()[-3000:]}")
+        said = done.stderr.strip()[-3000:].splitlines()
+        raise ShardconvError(f"demo: the ranks failed (exit code {done.returncode}), they said:", *said)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(TP)]

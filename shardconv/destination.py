@@ -1,11 +1,12 @@
 """The target folder: a set appears in it whole or not at all.
 
-Files are written in a sibling folder (`.tp4.partial`), synced, and the folder is renamed last. Nothing is ever deleted
-that this tool did not write.
+Files are written in a sibling folder (`.tp4.partial`), synced, and the folder is renamed last. What a killed process
+left there is continued or removed by the next one. Nothing is ever deleted that this tool did not write.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -14,9 +15,7 @@ import re
 import shutil
 import signal
 import threading
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -24,6 +23,8 @@ from .checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM
 from .errors import OutputError
 from .layout import REPLICATED_FILE
 
+JOURNAL_NAME = "progress.jsonl"  # what a folder under construction says about itself
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _RANK_FILE = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
 
 
@@ -39,12 +40,17 @@ def is_set_file(name: str) -> bool:
 
 def check_target(out: Path, source: Path, tp: int, config_bytes: bytes) -> list[str]:
     """Issues that forbid writing the set of `source` into the component folder `out`; touches nothing."""
-    if out.exists() and not out.is_dir():
-        return [f"{out}: expected a folder to write into, found a file; name another OUT"]
     if out.resolve() == source.resolve():
         return [f"{out}: is the source itself; name another OUT, the source stays as it is"]
     if out.resolve() in source.resolve().parents:
         return [f"{out}: holds the source {source}; name another OUT, best a new folder"]
+    return check_component(out, source, tp, config_bytes)
+
+
+def check_component(out: Path, source: Path, tp: int, config_bytes: bytes) -> list[str]:
+    """Issues with what stands in the component folder `out` already, if it is there; touches nothing."""
+    if out.exists() and not out.is_dir():
+        return [f"{out}: expected a folder to write into, found a file; name another OUT"]
     issues = []
     config = out / CONFIG_NAME
     if config.exists() and config.read_bytes() != config_bytes:
@@ -76,6 +82,30 @@ def sets_in(component: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def leftover_nbytes(folder: Path) -> int:
+    """Bytes of disk that an unfinished conversion into `folder` has taken and the next one reuses or frees."""
+    try:
+        return sum(512 * entry.stat().st_blocks for entry in os.scandir(_partial(folder)) if _is_ours(entry.name))
+    except OSError:
+        return 0
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what processes left that were killed while they replaced the set `folder`, which is the one wanted."""
+    _clear(_aside(folder))
+    try:
+        lock = os.open(_partial(folder), _FOLDER_FLAGS)
+    except OSError:
+        return
+    try:
+        if _lock(lock):
+            _clear(_partial(folder))
+    except BlockingIOError:  # another process is writing there
+        pass
+    finally:
+        os.close(lock)
+
+
 def check_space(out: Path, nbytes: int) -> list[str]:
     """An issue when the file system of `out` has less than `nbytes` free or cannot be written."""
     existing = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
@@ -98,20 +128,21 @@ class PartialFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._partial = folder.with_name(f".{folder.name}.partial")
+        self._partial = _partial(folder)
         self._made_folders = _make_folders(folder.parent)
         self._lock = self._claim()
         self._fds: list[int] = []
         self._names: list[str] = []  # of the files behind `_fds`
-        self._beside: list[Path] = []  # files written outside the folder
+        self._beside: dict[Path, bytes] = {}  # files to be written outside the folder
+        self._written: list[Path] = []  # those that are
         self._published = False
 
     def _claim(self) -> int:
-        """Make the folder ours: a descriptor of it, locked. A folder left by a killed process is taken over."""
+        """Make the folder ours: a descriptor of it, locked. One left by a killed process is taken over as it is."""
         lock = -1
         try:
             is_new = _make_folder(self._partial)
-            lock = os.open(self._partial, os.O_RDONLY | os.O_DIRECTORY)
+            lock = os.open(self._partial, _FOLDER_FLAGS)
             try:
                 locked = _lock(lock)
             except BlockingIOError:
@@ -127,11 +158,10 @@ class PartialFolder:
                 raise OutputError(
                     f"{self._partial / foreign[0]}: not a file of ours; move it away, nothing was touched"
                 )
-            _remove_our_files(self._partial)
         except BaseException as error:
             if lock >= 0:
                 os.close(lock)
-            _remove_folders(self._made_folders)
+            remove_folders(self._made_folders)
             if isinstance(error, OSError) and not isinstance(error, OutputError):
                 raise OutputError(
                     f"{self._partial}: cannot be written ({error.strerror}); choose another OUT"
@@ -139,14 +169,26 @@ class PartialFolder:
             raise
         return lock
 
-    def create(self, files: Mapping[str, int]) -> list[int]:
-        """Create every file (name -> bytes) at its full length, so that a full disk is met now; returns descriptors."""
+    @property
+    def path(self) -> Path:
+        """Where the files stand until they are published."""
+        return self._partial
+
+    def create(self, files: Mapping[str, int], keep: bool = False) -> list[int]:
+        """Create every file (name -> bytes) at its full length, so that a full disk is met now; returns descriptors.
+
+        What a killed process left is removed first. With `keep`, `files` stand there already: these and the journal
+        stay as they are.
+        """
+        if _remove_our_files(self._partial, (*files, JOURNAL_NAME) if keep else ()):
+            os.fsync(self._lock)  # or a power loss could bring an old journal back to new files
         for name, nbytes in files.items():
             path = self._partial / name
             try:
-                self._fds.append(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+                flags = os.O_WRONLY | os.O_NOFOLLOW if keep else os.O_WRONLY | os.O_CREAT | os.O_EXCL
+                self._fds.append(os.open(path, flags, 0o666))
                 self._names.append(name)
-                if nbytes:
+                if nbytes and not keep:
                     os.posix_fallocate(self._fds[-1], 0, nbytes)
             except OSError as error:
                 raise OutputError(
@@ -155,11 +197,8 @@ class PartialFolder:
         return self._fds
 
     def write_beside(self, name: str, data: bytes) -> None:
-        """Write a small file next to the folder unless it is there already."""
-        path = self._folder.parent / name
-        if not path.exists():
-            self._beside.append(path)
-            write_atomically(path, data)
+        """Have `publish` write a small file next to the folder unless it is there already."""
+        self._beside[self._folder.parent / name] = data
 
     def publish(self, last: Mapping[str, bytes], overwrite: bool = False) -> None:
         """Make everything durable, write the files `last`, and give the folder its name in one step."""
@@ -168,23 +207,33 @@ class PartialFolder:
             if not os.path.samestat(os.fstat(fd), os.stat(self._partial / name)):  # locks that only pretend
                 raise OutputError(f"{self._partial / name}: replaced by another process; run again when it has ended")
         for name, data in last.items():
-            with open(self._partial / name, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            _write_new(self._partial / name, data)
+        for path, data in self._beside.items():
+            if not path.exists():
+                self._move_beside(path, data)
         os.fsync(self._lock)
+        (self._partial / JOURNAL_NAME).unlink(missing_ok=True)  # a kill from here to the next line costs all the work
         if overwrite and self._folder.exists():
-            _exchange(self._partial, self._folder)
+            replaced = _exchange(self._partial, self._folder)
             self._published = True
-            _remove_our_files(self._partial)
-            self._partial.rmdir()
+            _clear(replaced)
         else:
             try:
                 os.rename(self._partial, self._folder)
             except OSError as error:
                 raise OutputError(f"{self._folder}: appeared meanwhile ({error.strerror}); look at it") from None
             self._published = True
+            _clear(_aside(self._folder))
         sync_folder(self._folder.parent)
+
+    def _move_beside(self, path: Path, data: bytes) -> None:
+        """Write a small file outside the folder whole or not at all."""
+        self._written.append(path)
+        try:
+            _write_new(self._partial / path.name, data)
+            os.replace(self._partial / path.name, path)
+        except OSError as error:
+            raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another OUT") from None
 
     def __enter__(self) -> PartialFolder:
         return self
@@ -197,13 +246,13 @@ class PartialFolder:
                 os.close(fd)
             if not self._published:
                 _remove_our_files(self._partial)
-                for path in self._beside:
+                for path in self._written:
                     path.unlink(missing_ok=True)
-                _remove_folders([self._partial, *self._made_folders])
+                remove_folders([self._partial, *self._made_folders])
             os.close(self._lock)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
     """Clean up although somebody presses Ctrl-C again. Signals are the main thread's."""
     if threading.current_thread() is not threading.main_thread():
@@ -246,7 +295,7 @@ def _lock(fd: int) -> bool:
     return True
 
 
-def _remove_folders(folders: Iterable[Path]) -> None:
+def remove_folders(folders: Iterable[Path]) -> None:
     """Those that are empty."""
     for folder in folders:
         try:
@@ -256,27 +305,47 @@ def _remove_folders(folders: Iterable[Path]) -> None:
                 raise
 
 
+def _partial(folder: Path) -> Path:
+    """Where `folder` is written before it gets its name."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def _aside(folder: Path) -> Path:
+    """Where `folder` goes while another one takes its place on a system that cannot exchange two."""
+    return folder.with_name(f".{folder.name}.old")
+
+
 def _is_ours(name: str) -> bool:
-    return is_set_file(name) or name == CONFIG_NAME or name.startswith(WEIGHTS_STEM)
+    return is_set_file(name) or name in (CONFIG_NAME, JOURNAL_NAME) or name.startswith(WEIGHTS_STEM)
 
 
-def _remove_our_files(folder: Path) -> None:
-    for entry in list(os.scandir(folder)):
-        if _is_ours(entry.name):
-            os.unlink(entry.path)
+def _remove_our_files(folder: Path, kept: Iterable[str] = ()) -> bool:
+    """All but `kept`; first those that say of the others that they are complete. Whether there were any."""
+    names = [entry.name for entry in os.scandir(folder) if _is_ours(entry.name) and entry.name not in kept]
+    for name in sorted(names, key=lambda name: name not in (MANIFEST_NAME, JOURNAL_NAME)):
+        (folder / name).unlink(missing_ok=True)
+    return bool(names)
 
 
-def _exchange(new: Path, old: Path) -> None:
-    """Swap two folders in one step where the system can (Linux renameat2), else by two renames."""
+def _clear(folder: Path) -> None:
+    """Remove a folder of ours if it is there; what is not ours stays, and the folder with it."""
+    if folder.is_dir() and not folder.is_symlink():
+        _remove_our_files(folder)
+        remove_folders([folder])
+
+
+def _exchange(new: Path, old: Path) -> Path:
+    """Swap two folders in one step where the system can (Linux renameat2), else move the old one aside first. Returns
+    where the old one is now."""
     libc = ctypes.CDLL(None, use_errno=True)
     at_cwd, rename_exchange = -100, 2
     renameat2 = getattr(libc, "renameat2", None)
     if renameat2 is not None and renameat2(at_cwd, os.fsencode(new), at_cwd, os.fsencode(old), rename_exchange) == 0:
-        return
-    aside = old.with_name(f".{old.name}.{uuid.uuid4().hex[:8]}.old")
-    os.rename(old, aside)
+        return new
+    _clear(_aside(old))
+    os.rename(old, _aside(old))
     os.rename(new, old)
-    os.rename(aside, new)
+    return _aside(old)
 
 
 def sync_folder(folder: Path) -> None:
@@ -288,18 +357,12 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a small file whole or not at all, mode by the umask."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OutputError(f"{path}: cannot be written ({error.strerror}); choose another OUT") from None
+def _write_new(path: Path, data: bytes) -> None:
+    """Write a small file, durable, mode by the umask."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def check_links(source: Path, out: Path, names: Iterable[str]) -> list[str]:
@@ -332,13 +395,18 @@ def link_files(source: Path, out: Path, names: Iterable[str]) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a file so that `target` appears whole or not at all."""
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        shutil.copyfile(source, temporary)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    """Copy a file so that `target` appears whole or not at all; also when two processes do it at once."""
+    temporary = target.with_name(f".{target.name}.shardconv-partial")
+    with open(temporary, "ab") as file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            if not target.exists():
+                shutil.copyfile(source, temporary)
+                os.fsync(file.fileno())
+                os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _same_bytes(a: Path, b: Path) -> bool:

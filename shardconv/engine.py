@@ -1,4 +1,5 @@
-"""Moves bytes: reads each source tensor once, in order, and appends every rank's share to its file; or the other way.
+"""Moves bytes: reads each tensor once, in order, from one file or from the slices of some ranks, and appends every
+rank's share to its file.
 
 Knows nothing of models. Each worker thread takes one tensor at a time and holds at most two chunks of memory; reading,
 hashing, gathering and writing all release the interpreter lock, so two workers keep two cores busy.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,8 +28,10 @@ from .pagecache import drop, start_writeback
 CHUNK_NBYTES = 8 << 20  # bytes read at once by a worker
 WRITE_NBYTES = 1 << 20  # bytes written at once; larger writes stalled in the kernel (benchmarks/README.md, log)
 WORKERS = max(2, min(4, os.cpu_count() or 1))
+READERS = max(2, min(16, os.cpu_count() or 1))  # threads that only read; more would take more memory than files
 
 Progress = Callable[[int], None]  # called with a number of source bytes just dealt with
+_Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 
@@ -38,6 +41,9 @@ class TensorDigests:
 
     source: str  # of the source bytes
     slices: tuple[str, ...]  # of the stored bytes, one a rank; a single one when whole
+
+
+_NOTHING: Mapping[str, TensorDigests] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,8 @@ class _Stopped(Exception):
 class _Workers:
     """A few threads, each dealing with one tensor at a time, and the files they read."""
 
-    def __init__(self, paths: set[Path], progress: Progress) -> None:
+    def __init__(self, paths: set[Path], progress: Progress, nr: int = WORKERS) -> None:
+        self.nr = nr
         self.progress = progress
         self.stop = threading.Event()
         self.fds: dict[Path, int] = {}
@@ -119,39 +126,45 @@ class _Workers:
         buffer: memoryview = self._local.buffer
         return buffer
 
-    def each(self, tensors: Sequence[StoredTensor], work: Callable[[StoredTensor], _Result]) -> dict[str, _Result]:
-        """`work` of every tensor by name; the first error ends all of them."""
+    def each(self, items: Iterable[_Item], work: Callable[[_Item], _Result]) -> list[_Result]:
+        """`work` of every item, in order; the first error ends all of them."""
         with ExitStack() as stack:
             for path in self._paths:
                 self.fds[path] = os.open(path, os.O_RDONLY)
                 stack.callback(os.close, self.fds[path])
-            executor = stack.enter_context(ThreadPoolExecutor(WORKERS, "shardconv"))
+            executor = stack.enter_context(ThreadPoolExecutor(self.nr, "shardconv"))
 
-            def stopping(tensor: StoredTensor) -> _Result:
+            def stopping(item: _Item) -> _Result:
                 try:
-                    return work(tensor)
+                    return work(item)
                 except BaseException:
                     self.stop.set()
                     raise
 
             try:
-                futures = {tensor.name: executor.submit(stopping, tensor) for tensor in tensors}
-                wait(futures.values(), return_when=FIRST_EXCEPTION)
+                futures = [executor.submit(stopping, item) for item in items]
+                wait(futures, return_when=FIRST_EXCEPTION)
             finally:
                 self.stop.set()  # does nothing to work that is done; ends what goes on after an error or Ctrl-C
                 executor.shutdown(cancel_futures=True)
-            for future in futures.values():
+            for future in futures:
                 error = None if future.cancelled() else future.exception()
                 if error is not None and not isinstance(error, _Stopped):
                     raise error
-            return {name: future.result() for name, future in futures.items()}
+            return [future.result() for future in futures]
 
 
 def run(
-    plan: ConvertPlan, outputs: Sequence[int], progress: Progress, cold: Collection[Path] = ()
+    plan: ConvertPlan,
+    outputs: Sequence[int] | None,
+    progress: Progress,
+    cold: Collection[Path] = (),
+    done: Mapping[str, TensorDigests] = _NOTHING,
+    add: Callable[[str, TensorDigests], None] = lambda name, digests: None,
 ) -> Mapping[str, TensorDigests]:
-    """Carry out `plan`. `outputs` are writable file descriptors, one for each file of the layout; `cold` are source
-    files that need not stay in memory once they are used.
+    """Carry out `plan`. `outputs` are writable file descriptors, one for each file of the layout; None writes nothing
+    and only takes the digests. `cold` are source files that need not stay in memory once they are used. Tensors in
+    `done` are left as they are; `add` is called, by the worker, with each other one as soon as it is written.
 
     Returns the digests by tensor name. Memory: WORKERS times two chunks. Raises `CheckpointError` when a source file
     changes under the reader, `OSError` when the system refuses a read or a write; nothing is retried.
@@ -160,15 +173,27 @@ def run(
     workers = _Workers({extent.path for extent in extents.values()}, progress)
 
     def work(tensor: StoredTensor) -> TensorDigests:
-        places = [(outputs[index], offset) for index, offset in plan.layout.starts[tensor.name]]
-        slices = [_Slice([place]) for place in places] if tensor.cut else [_Slice(places)]
+        slices = _slices(tensor, plan.layout.starts[tensor.name], outputs)
         reader = _Reader(workers, extents[tensor.name], workers.buffer())
-        _split(tensor, plan.sources[tensor.name].entry.dtype, reader, slices, plan.layout.tp)
+        _route(tensor, plan.sources[tensor.name].entry.dtype, [reader], slices)
         if extents[tensor.name].path in cold:
             drop(workers.fds[extents[tensor.name].path], extents[tensor.name].offset, extents[tensor.name].nbytes)
-        return TensorDigests(reader.digest.hexdigest(), tuple(each.digest.hexdigest() for each in slices))
+        digests = TensorDigests(reader.digest.hexdigest(), tuple(each.digest.hexdigest() for each in slices))
+        add(tensor.name, digests)
+        return digests
 
-    return workers.each(plan.layout.tensors, work)
+    left = [tensor for tensor in plan.layout.tensors if tensor.name not in done]
+    return {**done, **_by_name(left, workers.each(left, work))}
+
+
+def _slices(tensor: StoredTensor, starts: Sequence[tuple[int, int]], outputs: Sequence[int] | None) -> list[_Slice]:
+    """Of a cut tensor one a rank; of a whole one a single one, for all its copies."""
+    places = [[] if outputs is None else [(outputs[index], offset)] for index, offset in starts]
+    return [_Slice(place) for place in places] if tensor.cut else [_Slice([each for place in places for each in place])]
+
+
+def _by_name(tensors: Sequence[StoredTensor], results: Sequence[_Result]) -> dict[str, _Result]:
+    return {tensor.name: result for tensor, result in zip(tensors, results, strict=True)}
 
 
 def digest_sources(plan: ConvertPlan, progress: Progress) -> Mapping[str, str]:
@@ -176,14 +201,31 @@ def digest_sources(plan: ConvertPlan, progress: Progress) -> Mapping[str, str]:
     extents = _extents(plan)
     workers = _Workers({extent.path for extent in extents.values()}, progress)
 
-    def work(tensor: StoredTensor) -> str:
-        extent = extents[tensor.name]
-        reader = _Reader(workers, extent, workers.buffer())
-        for nbytes in _chunks(extent.nbytes):
-            reader.take(nbytes)
-        return reader.digest.hexdigest()
+    found = workers.each(plan.layout.tensors, lambda tensor: _digest(workers, extents[tensor.name]))
+    return _by_name(plan.layout.tensors, found)
 
-    return workers.each(plan.layout.tensors, work)
+
+def digests(extents: Sequence[Extent], progress: Progress) -> list[str | OSError | CheckpointError]:
+    """xxh3-128 of each extent, in order; in place of one that cannot be read, the error that says why.
+
+    Memory: READERS times one chunk.
+    """
+    workers = _Workers({extent.path for extent in extents}, progress, READERS)
+
+    def work(extent: Extent) -> str | OSError | CheckpointError:
+        try:
+            return _digest(workers, extent)
+        except (OSError, CheckpointError) as error:
+            return error
+
+    return workers.each(extents, work)
+
+
+def _digest(workers: _Workers, extent: Extent) -> str:
+    reader = _Reader(workers, extent, workers.buffer())
+    for nbytes in _chunks(extent.nbytes):
+        reader.take(nbytes)
+    return reader.digest.hexdigest()
 
 
 def _extents(plan: ConvertPlan) -> dict[str, Extent]:
@@ -191,91 +233,71 @@ def _extents(plan: ConvertPlan) -> dict[str, Extent]:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinPlan:
-    """The way back: every tensor's slices, and where the whole tensor goes."""
+class RoutePlan:
+    """From slices of one degree to those of another (1: whole tensors): where every slice stands, and where it goes."""
 
     tensors: Sequence[StoredTensor]
-    tp: int
-    slices: Mapping[str, Sequence[Extent]]  # one a rank; a single one when whole
-    starts: Mapping[str, tuple[int, int]]  # (index into the outputs, absolute byte offset) of the whole tensor
+    slices: Mapping[str, Sequence[Extent]]  # one a source rank; a single one when whole
+    starts: Mapping[str, Sequence[tuple[int, int]]]  # (index into outputs, absolute byte offset), as in `SetLayout`
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes of tensor data read."""
+        return sum(extent.nbytes for extents in self.slices.values() for extent in extents)
 
 
-def join(plan: JoinPlan, outputs: Sequence[int], progress: Progress) -> Mapping[str, tuple[str, ...]]:
-    """Put slices together into whole tensors; the digests of the slices as they were read, by tensor name.
+@dataclass(frozen=True, slots=True)
+class RouteDigests:
+    """xxh3-128, hex, of one tensor's slices as they were read and as they were written."""
 
-    Raises as `run` does.
-    """
+    read: tuple[str, ...]
+    written: tuple[str, ...]
+
+
+def reroute(plan: RoutePlan, outputs: Sequence[int], progress: Progress) -> Mapping[str, RouteDigests]:
+    """Carry out `plan`; the digests by tensor name. Memory: WORKERS times three chunks. Raises as `run` does."""
     workers = _Workers({extent.path for extents in plan.slices.values() for extent in extents}, progress)
 
-    def work(tensor: StoredTensor) -> tuple[str, ...]:
-        extents = plan.slices[tensor.name]
-        buffer, share = workers.buffer(), CHUNK_NBYTES // len(extents)
-        readers = [_Reader(workers, extent, buffer[i * share : (i + 1) * share]) for i, extent in enumerate(extents)]
-        index, offset = plan.starts[tensor.name]
-        _join(tensor, readers, _Slice([(outputs[index], offset)]), plan.tp, share)
-        return tuple(reader.digest.hexdigest() for reader in readers)
+    def work(tensor: StoredTensor) -> RouteDigests:
+        slices = _slices(tensor, plan.starts[tensor.name], outputs)
+        readers = [_Reader(workers, extent, workers.buffer()) for extent in plan.slices[tensor.name]]
+        _route(tensor, tensor.dtype, readers, slices)
+        return RouteDigests(
+            tuple(reader.digest.hexdigest() for reader in readers), tuple(each.digest.hexdigest() for each in slices)
+        )
 
-    return workers.each(plan.tensors, work)
-
-
-def _join(tensor: StoredTensor, readers: Sequence[_Reader], whole: _Slice, tp: int, share: int) -> None:
-    """Append every byte of one tensor to `whole`, taking at most `share` bytes of a slice at once."""
-    rows = tensor.rows()
-    if rows is None:
-        for nbytes in _chunks(tensor.slice_nbytes(tp), share):
-            whole.append(readers[0].take(nbytes))
-        return
-    itemsize = DTYPE_BITS[tensor.dtype] // 8
-    row_nbytes = rows.row_length * itemsize // tp  # of one slice
-    if rows.nr_rows * row_nbytes == 0:
-        return
-    if rows.nr_rows == 1 or row_nbytes > share:
-        for _ in range(rows.nr_rows):
-            for rank, length in runs(rows, tp):
-                for nbytes in _chunks(length * itemsize, share):
-                    whole.append(readers[rank].take(nbytes))
-        return
-    per_chunk = share // row_nbytes
-    for first in range(0, rows.nr_rows, per_chunk):
-        nr_rows = min(per_chunk, rows.nr_rows - first)
-        table = np.empty((nr_rows, rows.row_length * itemsize), np.uint8)
-        for rank, reader in enumerate(readers):
-            part = np.frombuffer(reader.take(nr_rows * row_nbytes), np.uint8).reshape(nr_rows, row_nbytes)
-            for place in _columns(rows, rank, itemsize, tp):
-                table[:, place.whole] = part[:, place.local]
-        whole.append(table.data.cast("B"))
+    return _by_name(plan.tensors, workers.each(plan.tensors, work))
 
 
-def _split(tensor: StoredTensor, stored_as: str, reader: _Reader, slices: Sequence[_Slice], tp: int) -> None:
-    """Send every byte of one tensor, `stored_as` that dtype in the source, to the slices it belongs to."""
+def _route(tensor: StoredTensor, stored_as: str, readers: Sequence[_Reader], slices: Sequence[_Slice]) -> None:
+    """Send every byte of one tensor, `stored_as` that dtype where it is read, to the slices it belongs to."""
     rows = tensor.rows()
     if rows is None:
         for nbytes in _chunks(nbytes_of(stored_as, tensor.shape)):
-            slices[0].append(_cast(reader.take(nbytes), stored_as, tensor.dtype))
+            slices[0].append(_cast(readers[0].take(nbytes), stored_as, tensor.dtype))
         return
     itemsize = DTYPE_BITS[stored_as] // 8
     if rows.nr_rows * rows.row_length == 0:
         return
     if rows.nr_rows == 1 or rows.row_length * itemsize > CHUNK_NBYTES:
         for _ in range(rows.nr_rows):
-            for rank, length in runs(rows, tp):
+            for source, target, length in runs(rows, len(readers), len(slices)):
                 for nbytes in _chunks(length * itemsize):
-                    slices[rank].append(_cast(reader.take(nbytes), stored_as, tensor.dtype))
+                    slices[target].append(_cast(readers[source].take(nbytes), stored_as, tensor.dtype))
         return
     per_chunk = CHUNK_NBYTES // (rows.row_length * itemsize)
     for first in range(0, rows.nr_rows, per_chunk):
         nr_rows = min(per_chunk, rows.nr_rows - first)
-        data = _cast(reader.take(nr_rows * rows.row_length * itemsize), stored_as, tensor.dtype)
-        for rank, share in enumerate(_gather(data, nr_rows, rows, DTYPE_BITS[tensor.dtype] // 8, tp)):
+        data = _cast(_assemble(readers, nr_rows, rows, itemsize), stored_as, tensor.dtype)
+        for rank, share in enumerate(_gather(data, nr_rows, rows, DTYPE_BITS[tensor.dtype] // 8, len(slices))):
             slices[rank].append(share)
 
 
-def _chunks(nbytes: int, limit: int | None = None) -> Iterator[int]:
-    """`nbytes` in pieces of at most a chunk, or of at most `limit` rounded down to whole elements."""
-    limit = CHUNK_NBYTES if limit is None else max(8, limit // 8 * 8)
+def _chunks(nbytes: int) -> Iterator[int]:
+    """`nbytes` in pieces of at most a chunk."""
     while nbytes:
-        yield min(nbytes, limit)
-        nbytes -= min(nbytes, limit)
+        yield min(nbytes, CHUNK_NBYTES)
+        nbytes -= min(nbytes, CHUNK_NBYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,8 +318,25 @@ def _columns(rows: Rows, rank: int, itemsize: int, tp: int) -> Iterator[_Columns
         whole, local = whole + block * itemsize, local + part
 
 
+def _assemble(readers: Sequence[_Reader], nr_rows: int, rows: Rows, itemsize: int) -> memoryview:
+    """The next `nr_rows` whole rows, from the columns that each reader has of them."""
+    row_nbytes = rows.row_length * itemsize
+    if len(readers) == 1:
+        return readers[0].take(nr_rows * row_nbytes)
+    table = np.empty((nr_rows, row_nbytes), np.uint8)
+    for rank, reader in enumerate(readers):
+        data = reader.take(nr_rows * row_nbytes // len(readers))
+        part = np.frombuffer(data, np.uint8).reshape(nr_rows, row_nbytes // len(readers))
+        for place in _columns(rows, rank, itemsize, len(readers)):
+            table[:, place.whole] = part[:, place.local]
+    return table.data.cast("B")
+
+
 def _gather(data: memoryview, nr_rows: int, rows: Rows, itemsize: int, tp: int) -> Iterator[memoryview]:
     """Each rank's columns of `nr_rows` whole rows, contiguous."""
+    if tp == 1:
+        yield data
+        return
     table = np.frombuffer(data, np.uint8).reshape(nr_rows, rows.row_length * itemsize)
     for rank in range(tp):
         share = np.empty((nr_rows, rows.row_length * itemsize // tp), np.uint8)

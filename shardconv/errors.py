@@ -9,17 +9,20 @@
     |-- LoadError       (RuntimeError)  a set cannot be loaded on this group of ranks
     `-- HubError        (OSError)       the Hub refuses, cannot be reached, or lacks what was asked for
 
-A fault reads `subject: expected X, found Y; what to do`. Checks gather every fault and raise once.
+A fault reads `subject: expected X, found Y; what to do`. Checks gather every fault and raise once. Names in it may come
+from files that others wrote, so a fault is made one line of printable text, of bounded length.
 """
 
 from __future__ import annotations
+
+MAX_ISSUE_LENGTH = 1500  # characters; a longer fault loses its middle
 
 
 class ShardconvError(Exception):
     """Base class. `issues` holds one sentence for each fault, in the order they were found."""
 
     def __init__(self, *issues: str) -> None:
-        self.issues: tuple[str, ...] = issues
+        self.issues: tuple[str, ...] = tuple(map(one_line, issues))
         super().__init__(str(self))
 
     def __str__(self) -> str:
@@ -29,6 +32,15 @@ class ShardconvError(Exception):
 
     def __reduce__(self) -> tuple[type[ShardconvError], tuple[str, ...]]:
         return type(self), self.issues
+
+
+def one_line(text: str) -> str:
+    """`text` without line breaks, terminal controls or lone surrogates, each escaped as Python would; shortened."""
+    if len(text) > MAX_ISSUE_LENGTH:
+        text = f"{text[: MAX_ISSUE_LENGTH - 300]} ... {text[-200:]}"
+    if text.isprintable():
+        return text
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
 
 class ShardconvWarning(UserWarning):

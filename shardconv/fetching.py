@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM, read_index, select_files
-from .conversion import MODEL_INDEX, pipeline_components
 from .errors import CheckpointError
 from .header import MAX_HEADER_NBYTES
 from .hub import Listing, Repo
-from .models import has_plan
+from .sources import MODEL_INDEX, pipeline_components
 
 HEADER_NBYTES = 128 << 10  # asked for at first; a longer header takes a second request
 _ABOUT = ("LICENSE", "README", "NOTICE")
@@ -44,12 +43,13 @@ class _Needed:
     weights: list[str]
 
 
-def fetch(repo: Repo, revision: str | None, subfolder: str | None, variant: str | None, dry_run: bool) -> Snapshot:
+def fetch(repo: Repo, revision: str | None, subfolder: str | None, variant: str | None, headers_only: bool) -> Snapshot:
     """Bring what a conversion of `repo` reads to this disk, pinned to the commit that `revision` names now.
 
     `subfolder` limits it to one component; of a pipeline come the components that its `model_index.json` names, each
-    with the weight files of the variant, or the default ones where it has none. In a dry run weight files come as
-    their headers in front of a hole. Raises `HubError`, `CheckpointError`.
+    with the weight files of the variant, or the default ones where it has none. With `headers_only` the weight files of
+    diffusers' components come as their headers in front of a hole, other weights not at all. Raises `HubError`,
+    `CheckpointError`.
     """
     prefix = f"{subfolder}/" if subfolder else ""
     first = [f"{prefix}{CONFIG_NAME}"] if subfolder else [MODEL_INDEX, CONFIG_NAME]
@@ -64,12 +64,12 @@ def fetch(repo: Repo, revision: str | None, subfolder: str | None, variant: str 
     else:
         listed = pipeline_components(repo.fetch(listing, [MODEL_INDEX]))
         components = list(listed)
-        cut = [name for name, what in listed.items() if has_plan(*what)] if dry_run else []
+        cut = [name for name, (library, _) in listed.items() if library == "diffusers"]
     needed = _needed(repo, listing, components, variant)
     if MODEL_INDEX in first and MODEL_INDEX in listing.files:
         needed.small.extend([MODEL_INDEX, *(name for name in listing.files if _is_about(name))])
     names = [*needed.small, *needed.weights]
-    if dry_run:
+    if headers_only:
         return _headers_only(repo, listing, needed, cut)
     return Snapshot(repo.fetch(listing, names), listing.commit, {})
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from .errors import CheckpointError
+from .jsonfile import parse
 
 DATA_ALIGNMENT = 4096  # bytes; tensor data of our files starts on a multiple of this
 MAX_HEADER_NBYTES = 100_000_000  # the limit of the safetensors library itself
@@ -71,7 +72,10 @@ class FileHeader:
         (a Git LFS pointer, a web page, an empty or a shortened file) and what to do.
         """
         path = Path(path)
-        file_nbytes = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            raise CheckpointError(f"{path.name}: a pipe or a device, not a file; fetch it again")
+        file_nbytes = status.st_size
         with open(path, "rb") as file:
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
@@ -79,9 +83,7 @@ class FileHeader:
                 raise CheckpointError(_not_safetensors(path, prefix + file.read(SNIFF_NBYTES), length, file_nbytes))
             raw = file.read(length)
         try:
-            tensors, metadata = _parse(json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates))
-        except RecursionError:
-            raise _malformed(path, "its JSON is nested too deep") from None
+            tensors, metadata = _parse(parse(raw))
         except (_Malformed, ValueError) as error:
             raise _malformed(path, error) from None
         declared = 8 + length + (tensors[-1].end if tensors else 0)
@@ -97,15 +99,6 @@ class _Malformed(Exception):
     """What breaks the format; completes the sentence of `_malformed`."""
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise _Malformed(f"the name {twice!r} stands twice in its header")
-    return result
-
-
 def _parse(document: object) -> tuple[tuple[TensorEntry, ...], dict[str, str]]:
     if not isinstance(document, dict):
         raise _Malformed("its header is not a JSON object")
@@ -114,8 +107,6 @@ def _parse(document: object) -> tuple[tuple[TensorEntry, ...], dict[str, str]]:
         metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _Malformed("__metadata__ is not a map of strings")
-    for text in (*metadata, *metadata.values()):
-        text.encode("utf-8")
     entries = sorted((_entry(name, value) for name, value in document.items()), key=lambda e: (e.start, e.end))
     _check_layout(entries)
     return tuple(entries), metadata
@@ -138,7 +129,6 @@ def is_astronomic(shape: Sequence[int]) -> bool:
 def _entry(name: str, value: object) -> TensorEntry:
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise _Malformed(f"the entry of {name!r} does not have exactly dtype, shape and data_offsets")
-    name.encode("utf-8")  # a lone surrogate passes JSON but is no text
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise _Malformed(f"{name!r} has the unknown dtype {dtype!r}")

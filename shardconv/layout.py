@@ -105,7 +105,7 @@ def _metadata(conversion_id: str, rank: int | None, tp: int) -> dict[str, str]:
 
 def stored_tensors(
     sources: Iterable[SourceTensor],
-    cuts: Mapping[str, tuple[Style, Cut | None]],
+    cuts: Mapping[str, tuple[Style | str, Cut | None]],
     cast_to: str | None,
     keep_fp32: Iterable[str],
 ) -> list[StoredTensor]:

@@ -13,12 +13,16 @@ from typing import Any
 
 import xxhash
 
-from .checkpoint import MANIFEST_NAME
+from .checkpoint import MANIFEST_NAME, leads_out
 from .cut import Cut
 from .errors import SetError
 from .header import DTYPE_BITS, is_astronomic
+from .jsonfile import parse, read_bounded
 from .layout import FORMAT_VERSION, REPLICATED_FILE, SetLayout, StoredTensor, plan_layout, rank_file_name
 from .plan import REPLICATED, Plan, Style, parse_plan, plan_to_json
+
+MAX_SLICES = 500_000  # tensors times ranks; a large model of 2,000 tensors for 64 ranks has 128,000
+_SEAL = ',\n"manifest_digest": "'  # what stands between the text and the digest of the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class Manifest:
     cast_to: str | None  # a dtype name of the format; None: stored as the source has it
     keep_fp32: tuple[str, ...]  # modules kept in F32 under a cast
     plan: Plan
+    head_counts: tuple[int, ...]  # that a tp degree must divide, as it must every block; each once, ascending
     tensors: tuple[StoredTensor, ...]  # in source order
     digests: Mapping[str, tuple[str, ...]]  # tensor -> xxh3-128 of each stored slice (one when whole), hex
     aliases: Mapping[str, str]  # a name that is not stored -> the stored name it is tied to
@@ -95,6 +100,7 @@ class Manifest:
         document = {
             "format_version": FORMAT_VERSION,
             **self.settings(),
+            "head_counts": list(self.head_counts),
             "source": [[file.name, file.nbytes, file.digest] for file in self.source.files],
             "tensors": [_tensor_to_json(tensor, self.digests[tensor.name]) for tensor in self.tensors],
             "aliases": dict(self.aliases),
@@ -110,6 +116,7 @@ class Manifest:
             "tool": {"name": "shardconv", "version": self.tool_version},
             "conversion_id": self.conversion_id,
             **self.settings(),
+            "head_counts": list(self.head_counts),
             "library": {"name": "diffusers", "version": self.library_version},
             "source": {
                 "repo": source.repo, "revision": source.revision, "subfolder": source.subfolder,
@@ -130,21 +137,30 @@ class Manifest:
         lines = [f'"{key}": {_compact(value)}' for key, value in head.items()]
         lines += [f'"{key}": [\n' + ",\n".join(map(_compact, rows)) + "\n]" for key, rows in
                   (("files", files), ("tensors", tensors))]  # fmt: skip
-        return "{\n" + ",\n".join(lines) + "\n}\n"
+        body = "{\n" + ",\n".join(lines)
+        return f'{body}{_SEAL}{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n'
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """The manifest of the set in `folder`. Raises `SetError` when it is missing, damaged or too new."""
         path = folder / MANIFEST_NAME
+        outside = leads_out(path, folder)
+        if outside:
+            raise SetError(f"{path}: a link that leads out of its folder, to {outside}; put the file itself there")
         try:
-            document = json.loads(path.read_bytes())
+            raw = read_bounded(path)
+            document = parse(raw)
         except FileNotFoundError:
             raise SetError(f"{folder}: no {MANIFEST_NAME}, so not a complete set; convert again") from None
         except OSError as error:
             raise SetError(f"{path}: cannot be read ({error.strerror})") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise SetError(f"{path}: not JSON ({error}); fetch or convert again") from None
-        return cls.from_json(document, str(path))
+        manifest = cls.from_json(document, str(path))
+        body, sealed, _ = raw.rpartition(_SEAL.encode())
+        if not sealed or document["manifest_digest"] != xxhash.xxh3_128_hexdigest(body):
+            raise SetError(f"{path}: not as it was written, its own digest differs; fetch or convert again")
+        return manifest
 
     @classmethod
     def from_json(cls, document: Any, where: str) -> Manifest:
@@ -218,9 +234,12 @@ def _string_map(value: Any) -> dict[str, str]:
 
 
 def _from_json(document: Any) -> Manifest:
+    _expect(document["manifest_digest"], str)  # `read` compares it, as it is of the text
     tp = _count(document["tp_degree"])
     if _expect(document["format_version"], int) != FORMAT_VERSION or not 1 <= tp <= 65536:
         raise ValueError(f"format_version {document['format_version']}, tp_degree {tp}")
+    if tp * len(document["tensors"]) > MAX_SLICES:
+        raise ValueError(f"{len(document['tensors'])} tensors for {tp} ranks, at most {MAX_SLICES} slices are laid out")
     source, dtype = document["source"], document["dtype"]
     records = [(_tensor_from_json(raw, tp), _strings(raw["digests"])) for raw in _expect(document["tensors"], list)]
     if len({tensor.name for tensor, _ in records}) != len(records):
@@ -245,6 +264,7 @@ def _from_json(document: Any) -> Manifest:
         cast_to=_optional_text(dtype["cast_to"]),
         keep_fp32=_strings(dtype["keep_fp32"]),
         plan=parse_plan(document["plan"], "plan"),
+        head_counts=tuple(map(_count, _expect(document["head_counts"], list))),
         tensors=tuple(tensor for tensor, _ in records),
         digests={tensor.name: digests for tensor, digests in records},
         aliases=_string_map(document["aliases"]),

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import engine
 from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, config_digest, read_config
-from .destination import PartialFolder, check_space
+from .destination import PartialFolder, check_space, link_files, remove_folders
 from .errors import OutputError, SetError, ShardconvError
 from .header import TensorEntry, encode_header, nbytes_of
 from .layout import StoredTensor
 from .manifest import Manifest
-from .sets import SetFile, any_set, open_files
+from .sets import SetFile, any_set, components_in, open_files
+from .slices import check_digests, slices_of
+from .sources import MODEL_INDEX, rest_of_pipeline
 
 MAX_SHARD_NBYTES = 10 * 1000**3  # the default of diffusers' save_pretrained ("10GB")
 
@@ -33,6 +35,21 @@ class _WeightFile:
         return len(self.header) + (self.entries[-1].end if self.entries else 0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One component, ready to go."""
+
+    component: str  # "" when PATH is the component itself
+    manifest: Manifest
+    config_bytes: bytes
+    weights: Sequence[_WeightFile]
+    plan: engine.RoutePlan
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.weights)
+
+
 def merge(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -40,38 +57,60 @@ def merge(
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
     new_progress: Callable[[str, int], engine.Progress] = lambda what, total: lambda nbytes: None,
 ) -> list[str]:
-    """Write the model of the set at `path` (a component folder or a `tpN`) to `out` as diffusers saves it.
+    """Write the model of the set at `path` to `out` as diffusers saves it.
 
-    Tensors are bit-identical to the source's, or to its cast when the set was cast; every slice's digest is compared on
-    the way. `out` must not exist or be empty. Returns the names of the files written.
+    `path` is a component folder or a `tpN`; of an output folder every sharded component is merged, and the rest of the
+    pipeline hard-linked. Tensors are bit-identical to the source's, or to its cast when the set was cast; every slice's
+    digest is compared on the way. `out` must not exist or be empty. Returns the names of the files, relative to `out`.
 
     Raises:
-        SetError: the set is incomplete, damaged or of mixed origin.
+        SetError: a set is incomplete, damaged or of mixed origin.
         OutputError: `out` is not empty, cannot be written or lacks room. Nothing is left behind.
     """
-    folder, out = any_set(Path(path)), Path(out)
+    path, out = Path(path), Path(out)
+    jobs = [_prepare(path / name, name, max_shard_nbytes) for name in components_in(path)]
+    is_pipeline = jobs[0].component != "" and (path / MODEL_INDEX).is_file()
+    rest = rest_of_pipeline(path, [job.component for job in jobs]) if is_pipeline else []
+    existed = out.exists()
+    if existed and (not out.is_dir() or any(out.iterdir())):
+        raise OutputError(f"{out}: expected a new or empty folder, found something in it; name another OUT")
+    issues = check_space(out, sum(job.nbytes for job in jobs))
+    if issues:
+        raise OutputError(*issues)
+    written: list[str] = []
+    try:
+        for job in jobs:
+            written += _execute(job, out / job.component, new_progress)
+        link_files(path, out, rest)
+    except BaseException:
+        _undo(out, [*written, *rest], existed)
+        raise
+    return [*written, *rest]
+
+
+def _prepare(component: Path, name: str, limit: int) -> _Job:
+    folder = any_set(component)
     manifest = Manifest.read(folder)
     config, config_bytes = read_config(folder.absolute().parent)
     if config_digest(config) != manifest.config_digest:
         raise SetError(f"{folder.parent / CONFIG_NAME}: not the config that was converted; put the source's back")
     files = open_files(folder, manifest, range(manifest.tp_degree))
-    weights = _weight_files(manifest.tensors, max_shard_nbytes)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise OutputError(f"{out}: expected a new or empty folder, found something in it; name another OUT")
-    issues = check_space(out, sum(file.nbytes for file in weights))
-    if issues:
-        raise OutputError(*issues)
-    plan = _join_plan(manifest, files, weights)
-    progress = new_progress("merge", sum(extent.nbytes for extents in plan.slices.values() for extent in extents))
+    weights = _weight_files(manifest.tensors, limit)
+    return _Job(name, manifest, config_bytes, weights, _route_plan(manifest, files, weights))
+
+
+def _execute(job: _Job, out: Path, new_progress: Callable[[str, int], engine.Progress]) -> list[str]:
+    """Write one component; the names of its files, relative to the whole OUT."""
+    progress = new_progress("merge", job.plan.read_nbytes)
     try:
         with PartialFolder(out.absolute()) as partial:
-            outputs = partial.create({file.name: file.nbytes for file in weights})
-            _check_digests(manifest, engine.join(plan, outputs, progress))
-            for file, fd in zip(weights, outputs, strict=True):
+            outputs = partial.create({file.name: file.nbytes for file in job.weights})
+            check_digests(job.manifest, engine.reroute(job.plan, outputs, progress))
+            for file, fd in zip(job.weights, outputs, strict=True):
                 engine.write_all(fd, memoryview(file.header), 0)
-            last = {CONFIG_NAME: config_bytes}
-            if len(weights) > 1:
-                last[f"{WEIGHTS_STEM}.safetensors.index.json"] = _index(manifest.tensors, weights)
+            last = {CONFIG_NAME: job.config_bytes}
+            if len(job.weights) > 1:
+                last[f"{WEIGHTS_STEM}.safetensors.index.json"] = _index(job.manifest.tensors, job.weights)
             if out.exists():
                 out.rmdir()
             partial.publish(last)
@@ -79,7 +118,16 @@ def merge(
         if isinstance(error, ShardconvError):
             raise
         raise OutputError(f"{out}: {error.strerror}; nothing was left behind") from error
-    return [*last, *(file.name for file in weights)]
+    return [str(Path(job.component, name)) for name in [*last, *(file.name for file in job.weights)]]
+
+
+def _undo(out: Path, names: Sequence[str], existed: bool) -> None:
+    """Take away the files `names` of `out`, which was new or empty, and the folders they were in."""
+    for name in names:
+        (out / name).unlink(missing_ok=True)
+    folders = {parent for name in names for parent in Path(name).parents} - {Path(".")}
+    deepest_first = sorted(folders, key=lambda folder: -len(folder.parts))
+    remove_folders([*(out / folder for folder in deepest_first), *([] if existed else [out])])
 
 
 def _weight_files(tensors: Sequence[StoredTensor], limit: int) -> list[_WeightFile]:
@@ -103,30 +151,13 @@ def _weight_files(tensors: Sequence[StoredTensor], limit: int) -> list[_WeightFi
     ]
 
 
-def _join_plan(manifest: Manifest, files: Sequence[SetFile], weights: Sequence[_WeightFile]) -> engine.JoinPlan:
-    slices: dict[str, list[engine.Extent]] = {tensor.name: [] for tensor in manifest.tensors}
-    whole = {tensor.name for tensor in manifest.tensors if tensor.cut is None}
-    for file in files:
-        for entry in file.header.tensors:
-            if entry.name not in whole or not slices[entry.name]:  # of copies in every rank's file the first will do
-                slices[entry.name].append(engine.Extent(file.path, file.header.data_start + entry.start, entry.nbytes))
+def _route_plan(manifest: Manifest, files: Sequence[SetFile], weights: Sequence[_WeightFile]) -> engine.RoutePlan:
     starts = {
-        entry.name: (index, len(file.header) + entry.start)
+        entry.name: [(index, len(file.header) + entry.start)]
         for index, file in enumerate(weights)
         for entry in file.entries
     }
-    return engine.JoinPlan(manifest.tensors, manifest.tp_degree, slices, starts)
-
-
-def _check_digests(manifest: Manifest, found: Mapping[str, tuple[str, ...]]) -> None:
-    issues = [
-        f"{name}: slice {position} of {len(known)} is damaged (its digest differs); fetch the set again"
-        for name, known in manifest.digests.items()
-        for position, (expected, digest) in enumerate(zip(known, found[name], strict=True))
-        if expected != digest
-    ]
-    if issues:
-        raise SetError(*issues)
+    return engine.RoutePlan(manifest.tensors, slices_of(manifest, files), starts)
 
 
 def _index(tensors: Sequence[StoredTensor], weights: Sequence[_WeightFile]) -> bytes:

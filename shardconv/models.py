@@ -58,12 +58,15 @@ def other_plan(cls: Any) -> Plan | None:
         return None
 
 
-def has_plan(library: str, name: str) -> bool:
-    """Whether a pipeline component (`library`, class name of model_index.json) is a model with a `_tp_plan`."""
+def has_plan(library: str, name: str) -> bool | None:
+    """Whether a pipeline component (`library`, class name of model_index.json) is a model with a `_tp_plan`; None when
+    it is not a model of diffusers."""
     import diffusers
 
     cls = getattr(diffusers, name, None) if library == "diffusers" and name.isidentifier() else None
-    return isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin) and bool(getattr(cls, "_tp_plan", None))
+    if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)):
+        return None
+    return bool(getattr(cls, "_tp_plan", None))
 
 
 def skeleton(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _READ_NBYTES = 8 << 20  # bytes read at once
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: start writing these dirty pages, do not wait
 
@@ -63,18 +66,21 @@ def is_cached(path: Path) -> bool:
 
 
 def _most_pages_resident(path: Path, nbytes: int) -> bool:
-    flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), nbytes, flags=flags, prot=access) as mapping:
-        anchor = ctypes.c_char.from_buffer(mapping)
-        address = ctypes.addressof(anchor)
+    with open(path, "rb") as file:
+        # Read-only, which Python's mmap would be too but keeps its address to itself: one that may be written is
+        # refused where the system counts it as memory.
+        address = _libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE, file.fileno(), 0)
+    if address == _MAP_FAILED:
+        return True
+    try:
         pages = -(-nbytes // mmap.PAGESIZE)
         spots = range(0, pages, max(1, pages // 64))
         state = (ctypes.c_ubyte * 1)()
         resident = 0
         for spot in spots:
-            place = ctypes.c_void_p(address + spot * mmap.PAGESIZE)
-            if _libc.mincore(place, ctypes.c_size_t(1), state) != 0:
+            if _libc.mincore(ctypes.c_void_p(address + spot * mmap.PAGESIZE), ctypes.c_size_t(1), state) != 0:
                 return True
             resident += state[0] & 1
-        del anchor  # or the mapping could not be closed
+    finally:
+        _libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(nbytes))
     return resident * 2 > len(spots)

@@ -8,7 +8,6 @@ A plan comes from a model class (`_tp_plan`: diffusers' strings and its `PackedC
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 
 from .errors import PlanError
+from .jsonfile import parse
 
 
 class Style(str, Enum):
@@ -128,17 +128,9 @@ def read_plan_file(path: str | os.PathLike[str]) -> Plan:
     """Read a plan file. Raises `PlanError` when it is missing, not JSON, names a pattern twice or is no plan."""
     path = Path(path)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+        raw = parse(path.read_bytes())
     except OSError as error:
         raise PlanError(f"{path}: cannot read the plan file ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise PlanError(f"{path}: expected a JSON object of module pattern to style ({error})") from None
     return parse_plan(raw, str(path))
-
-
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the pattern {next(n for n in names if names.count(n) > 1)!r} stands twice")
-    return result

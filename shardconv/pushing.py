@@ -12,13 +12,14 @@ from pathlib import Path
 from . import card
 from ._version import __version__
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME
-from .conversion import MODEL_INDEX
 from .destination import is_set_file
 from .errors import HubError, SetError, UsageError
 from .hub import Listing, RemoteFile, Repo, card_metadata, degrees_in, digest_of, front_matter, is_repo_name
 from .layout import REPLICATED_FILE
 from .manifest import Manifest
-from .sendable import Sendable, SendableSet, check_set, sendable
+from .sendable import Sendable, SendableSet, sendable
+from .sources import MODEL_INDEX
+from .verifying import NewProgress, verify
 
 CARD = "README.md"
 MAX_FILE_NBYTES = 500 * 1000**3  # the Hub takes no larger file
@@ -57,6 +58,7 @@ def push(
     commit_message: str | None = None,
     dry_run: bool = False,
     token: str | None = None,
+    new_progress: NewProgress = lambda what, total: lambda nbytes: None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Pushed:
     """Publish the sets of `out` (what `convert` wrote) in a Hub repo.
@@ -72,7 +74,8 @@ def push(
         degrees: only the sets of these tp degrees.
         dry_run: send nothing, create nothing.
         token: of the Hub; None is the one of `hf auth login` or HF_TOKEN.
-        tell: called with a sentence when a longer step begins.
+        new_progress: gives for (what, total bytes) a function that is called with bytes just verified.
+        tell: called with a sentence when files begin to be sent.
 
     Raises:
         UsageError, SetError: before anything is sent.
@@ -85,8 +88,7 @@ def push(
     local = sendable(Path(out), degrees)
     _check_sizes(local)
     for each in local.sets:
-        tell(f"verifying {each.folder}")
-        check_set(each)
+        verify(each.folder, new_progress=new_progress)
     repo = Repo(repo_id, token)
     if repo.offline:
         raise HubError(f"{repo_id}: HF_HUB_OFFLINE is set, so nothing can be sent; unset it")

@@ -1,24 +1,19 @@
-"""What of an output folder may be sent to the Hub: complete, verified sets, and the files they stand among."""
+"""What of an output folder may be sent to the Hub: complete sets, and the files they stand among."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import xxhash
-
-from .checkpoint import CONFIG_NAME, MANIFEST_NAME, config_digest, leads_out, read_config
-from .conversion import MODEL_INDEX, pipeline_components
+from .checkpoint import CONFIG_NAME, MANIFEST_NAME, leads_out
 from .destination import sets_in
 from .errors import SetError, ShardconvError, UsageError
 from .manifest import Manifest
-from .sets import SetFile, open_files
+from .sources import MODEL_INDEX, pipeline_components
 
-CHUNK_NBYTES = 8 << 20
 _ABOUT = ("LICENSE", "NOTICE")  # files of the root that go along, by how their names begin
 
 
@@ -128,31 +123,3 @@ def _pipeline_files(out: Path, sharded: Sequence[str]) -> dict[str, Path]:
 
 def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
-
-
-def check_set(each: SendableSet) -> None:
-    """Compare config, headers and every byte of a set with its manifest. Raises `SetError`, every fault named."""
-    manifest = each.manifest
-    config, _ = read_config(each.folder.parent)
-    if config_digest(config) != manifest.config_digest:
-        raise SetError(f"{each.folder.parent / CONFIG_NAME}: not the config that was converted; put the source's back")
-    files = open_files(each.folder, manifest, range(manifest.tp_degree))
-    with ThreadPoolExecutor(max(2, os.cpu_count() or 1), "shardconv-check") as executor:
-        issues = [issue for found in executor.map(lambda file: _damage(manifest, file), files) for issue in found]
-    if issues:
-        raise SetError(*issues)
-
-
-def _damage(manifest: Manifest, file: SetFile) -> list[str]:
-    issues = []
-    with open(file.path, "rb") as data:
-        data.seek(file.header.data_start)
-        for entry in file.header.tensors:
-            digest, left = xxhash.xxh3_128(), entry.nbytes
-            while chunk := data.read(min(left, CHUNK_NBYTES)):
-                digest.update(chunk)
-                left -= len(chunk)
-            known = manifest.digests[entry.name]
-            if digest.hexdigest() != known[file.rank or 0 if len(known) > 1 else 0]:
-                issues.append(f"{file.path}: {entry.name} is damaged (its digest differs); convert again")
-    return issues

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from .checkpoint import MANIFEST_NAME, leads_out
 from .destination import sets_in
 from .errors import SetError, ShardconvError
 from .header import FileHeader
+from .jsonfile import parse
 from .layout import FORMAT_VERSION, FileLayout, file_header
 from .manifest import FileRecord, Manifest
 
@@ -25,6 +25,19 @@ class SetFile:
     path: Path
     rank: int | None  # None: the file of replicated tensors
     header: FileHeader
+
+
+def components_in(path: Path) -> list[str]:
+    """Names of the folders in `path` that hold sets; "" alone when `path` is a set or a component folder itself.
+
+    Raises `SetError` when there is no set.
+    """
+    if (path / MANIFEST_NAME).is_file() or sets_in(path):
+        return [""]
+    inner = sorted(child.name for child in path.iterdir() if child.is_dir() and sets_in(child)) if path.is_dir() else []
+    if not inner:
+        any_set(path)  # says what stands there instead
+    return inner
 
 
 def any_set(path: Path) -> Path:
@@ -52,10 +65,18 @@ def open_files(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> tuple[
     that is not the one the manifest describes.
     """
     wanted = {None, *ranks}
+    files, issues = read_files(folder, manifest, {record.name for record in manifest.files if record.rank in wanted})
+    if issues:
+        raise SetError(*issues)
+    return files
+
+
+def read_files(folder: Path, manifest: Manifest, names: Collection[str]) -> tuple[tuple[SetFile, ...], list[str]]:
+    """Of the files `names` of a set, those whose headers are right, and every fault of the others."""
     files: list[SetFile] = []
     issues: list[str] = []
     for layout, record in zip(manifest.layout().files, manifest.files, strict=True):
-        if layout.rank not in wanted:
+        if layout.name not in names:
             continue
         path = folder / layout.name
         try:
@@ -64,9 +85,7 @@ def open_files(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> tuple[
             issues.extend(error.issues)
         except OSError as error:
             issues.append(f"{path}: cannot be read ({error.strerror}); fetch or convert the set again")
-    if issues:
-        raise SetError(*issues)
-    return tuple(files)
+    return tuple(files), issues
 
 
 def _read_header(path: Path, layout: FileLayout, record: FileRecord, manifest: Manifest) -> FileHeader:
@@ -74,7 +93,7 @@ def _read_header(path: Path, layout: FileLayout, record: FileRecord, manifest: M
     if outside:
         raise SetError(f"{path.name}: a link that leads out of its folder, to {outside}; put the file itself there")
     header = FileHeader.read(path)
-    about = _about(path, header)
+    about = about_file(path, header)
     expectations = {
         "format_version": FORMAT_VERSION,
         "tp_degree": manifest.tp_degree,
@@ -93,10 +112,11 @@ def _read_header(path: Path, layout: FileLayout, record: FileRecord, manifest: M
     return header
 
 
-def _about(path: Path, header: FileHeader) -> dict[str, Any]:
+def about_file(path: Path, header: FileHeader) -> dict[str, Any]:
+    """What a file of a set says of itself. Raises `SetError` when it says nothing."""
     try:
-        about = json.loads(header.metadata["shardconv"])
-    except (KeyError, ValueError, RecursionError):
+        about = parse(header.metadata["shardconv"])
+    except (KeyError, ValueError):
         about = None
     if not isinstance(about, dict):
         raise SetError(f"{path.name}: not a file of a converted set; fetch or convert the set again")

@@ -144,6 +144,18 @@ def test_step(run):
 
 
 @pytest.mark.slow
+def test_g3_memory(tmp_path, capsys, monkeypatch):
+    """Merging and resharding a set take buffers, not the set: 300 MiB above an interpreter would do for any size."""
+    bench_memory = import_module("bench_memory")
+    assert bench_memory.main(["--gb", "0.05", "--work", str(tmp_path)]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["verb"] for row in rows] == ["verify", "merge", "reshard 4 to 6", "verify tp6"]
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(bench_memory, "run", lambda *args: [{**rows[0], "mib_above_interpreter": 301.0}])
+    assert bench_memory.main(["--work", str(tmp_path)]) == 1
+
+
+@pytest.mark.slow
 def test_gpu_check(run, capsys):
     """The accelerator check runs to its end without one, and says so."""
     found = run(gpu_check, "gpu-on-cpu", "--device", "cpu", "--tp", "2", "--small", "flux2")

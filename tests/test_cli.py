@@ -28,7 +28,12 @@ FLAGS = {
         "SOURCE", "OUT", "--help", "--tp", "--subfolder", "--variant", "--revision", "--dtype", "--plan",
         "--self-contained", "--overwrite", "--dry-run", "--json", "--quiet",
     ],
-    "merge": ["PATH", "OUT", "--help", "--max-shard-size", "--quiet"],
+    "inspect": ["PATH", "--help", "--tensors", "--json", "--svg"],
+    "verify": ["PATH", "--help", "--source", "--json", "--quiet"],
+    "reshard": [
+        "PATH", "OUT", "--help", "--tp", "--self-contained", "--no-self-contained", "--overwrite", "--json", "--quiet"
+    ],
+    "merge": ["PATH", "OUT", "--help", "--max-shard-size", "--json", "--quiet"],
     "push": [
         "OUT", "REPO_ID", "--help", "--private", "--revision", "--create-pr", "--degrees", "--commit-message",
         "--dry-run", "--json", "--quiet",

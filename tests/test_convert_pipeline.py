@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import shutil
+import signal
 import struct
 from pathlib import Path
 
+import crashes
 import diffusers
 import pytest
 import toys
@@ -16,7 +19,8 @@ from small_pipelines import build_flux_pipeline
 
 from shardconv import CheckpointError, Manifest, OutputError, PlanError, ShardconvWarning, UsageError, convert
 from shardconv.cli.main import main
-from shardconv.conversion import Options, convert_all
+from shardconv.conversion import convert_all
+from shardconv.preparation import Options
 
 OTHERS = {"vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler"}
 
@@ -89,21 +93,22 @@ def test_across_file_systems_the_rest_is_copied(pipe: Path, out: Path, monkeypat
     assert toys.listing(out) == before
 
 
+def refuse_links(source: object, target: object, **options: object) -> None:
+    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()])
 def test_a_copy_cut_short_does_not_stand_in_the_way_of_a_rerun(
     pipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
 ) -> None:
     """A copy that fails midway leaves no half file under its final name; the rerun ends as if nothing had happened."""
 
-    def link(source: object, target: object, **options: object) -> None:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
     def half_a_copy(source: Path, target: Path, **options: object) -> None:
         data = Path(source).read_bytes()
         Path(target).write_bytes(data[: len(data) // 2])
         raise failure
 
-    monkeypatch.setattr(os, "link", link)
+    monkeypatch.setattr(os, "link", refuse_links)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", half_a_copy)
         with pytest.raises((OutputError, KeyboardInterrupt)):
@@ -114,6 +119,41 @@ def test_a_copy_cut_short_does_not_stand_in_the_way_of_a_rerun(
     assert others(pipe) < files_under(out)
     for name in others(pipe):
         assert (out / name).read_bytes() == (pipe / name).read_bytes(), name
+
+
+def test_e2_a_copy_that_was_killed_leaves_nothing_after_the_rerun(pipe: Path, out: Path) -> None:
+    """SIGKILL in the middle of a copy: no half file under its final name, and no half file at all after the rerun."""
+
+    def killed() -> None:
+        def half_a_copy(source: Path, target: Path, **options: object) -> None:
+            data = Path(source).read_bytes()
+            Path(target).write_bytes(data[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        os.link, shutil.copyfile = refuse_links, half_a_copy  # type: ignore[assignment]
+        convert(pipe, out, tp=2)
+
+    assert crashes.was_killed(crashes.start(killed))
+    assert [name for name in files_under(out) if name.endswith("partial")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "link", refuse_links)
+        convert(pipe, out, tp=2)
+    convert(pipe, out.with_name("undisturbed"), tp=2)
+    assert toys.contents(out) == toys.contents(out.with_name("undisturbed"))
+
+
+def test_two_processes_that_copy_the_same_files_do_not_disturb_each_other(pipe: Path, out: Path) -> None:
+    """Two degrees of one pipeline at once, on a disk without hard links: every file is whole at the end."""
+
+    def one(tp: int) -> None:
+        os.link = refuse_links
+        convert(pipe, out, tp=tp)
+
+    processes = [crashes.start(functools.partial(one, tp)) for tp in (1, 2, 4)]
+    assert [crashes.was_killed(process) for process in processes] == [False] * 3
+    for name in others(pipe):
+        assert (out / name).read_bytes() == (pipe / name).read_bytes(), name
+    assert not [name for name in files_under(out) if "partial" in name]
 
 
 def test_b8_weights_at_the_root_are_not_taken(pipe: Path, out: Path) -> None:

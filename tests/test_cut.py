@@ -74,28 +74,32 @@ def test_local_shape_is_the_shape_of_the_slice(case: Case) -> None:
 
 
 @settings(deadline=None)
-@given(cases())
-def test_runs_route_memory_in_order(case: Case) -> None:
-    """Walking the tensor's memory run by run, each appended to its rank, gives every rank its slice's memory."""
+@given(cases(), st.integers(1, 3))
+def test_runs_route_memory_in_order(case: Case, more: int) -> None:
+    """Going through the runs of a row, each taken from the front of its source rank's slice and appended to its target
+    rank's, gives every rank of either degree the memory of torch's slice; degree 1 is the whole tensor."""
     shape, cut, tp = case
-    whole = _numbered(shape)
-    memory = whole.flatten().tolist()
-    rows = rows_of(shape, cut)
-    ranks: list[list[int]] = [[] for _ in range(tp)]
-    position = 0
-    for _ in range(rows.nr_rows):
-        for rank, length in runs(rows, tp):
-            ranks[rank] += memory[position : position + length]
-            position += length
-    assert position == len(memory) == rows.nr_rows * rows.row_length
-    assert ranks == [part.flatten().tolist() for part in _by_torch(whole, cut, tp)]
+    cut = Cut(cut.dim, tuple(size * more for size in cut.block_sizes))
+    shape = tuple(nr * more if dim == cut.dim else nr for dim, nr in enumerate(shape))
+    whole, rows = _numbered(shape), rows_of(shape, cut)
+    for source_tp, target_tp in [(1, tp), (tp, 1), (tp, more), (more, tp), (tp * more, tp), (tp, tp * more)]:
+        sources = [part.flatten().tolist() for part in _by_torch(whole, cut, source_tp)]
+        targets: list[list[int]] = [[] for _ in range(target_tp)]
+        positions = [0] * source_tp
+        for _ in range(rows.nr_rows):
+            for source, target, length in runs(rows, source_tp, target_tp):
+                targets[target] += sources[source][positions[source] : positions[source] + length]
+                positions[source] += length
+        assert positions == [len(source) for source in sources]
+        assert targets == [part.flatten().tolist() for part in _by_torch(whole, cut, target_tp)]
 
 
 def test_a_dim_0_cut_is_one_row_of_long_runs() -> None:
     """A cut of dim 0 is one row whatever the width, so that its shares need no gather; dim 1 is a row per output."""
     assert rows_of((6, 10), Cut(0, (2, 4))) == Rows(1, (20, 40))
     assert rows_of((6, 10), Cut(1, (4, 6))) == Rows(6, (4, 6))
-    assert list(runs(Rows(1, (20, 40)), 2)) == [(0, 10), (1, 10), (0, 20), (1, 20)]
+    assert list(runs(Rows(1, (20, 40)), 1, 2)) == [(0, 0, 10), (0, 1, 10), (0, 0, 20), (0, 1, 20)]
+    assert list(runs(Rows(1, (6,)), 2, 3)) == [(0, 0, 2), (0, 1, 1), (1, 1, 1), (1, 2, 2)]
 
 
 @settings(deadline=None)

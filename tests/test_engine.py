@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import threading
@@ -9,7 +10,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -158,7 +159,7 @@ def _check(case: Case, folder: Path, digests: Mapping[str, engine.TensorDigests]
 
 
 @st.composite
-def _cases(draw: st.DrawFn, dtypes: Sequence[torch.dtype], casts: bool) -> Case:
+def _cases(draw: st.DrawFn, dtypes: Sequence[torch.dtype], casts: bool, also_tp: int = 1) -> Case:
     tp = draw(st.integers(1, 8))
     tensors: dict[str, torch.Tensor] = {}
     cuts: dict[str, Cut] = {}
@@ -167,7 +168,9 @@ def _cases(draw: st.DrawFn, dtypes: Sequence[torch.dtype], casts: bool) -> Case:
         shape = draw(st.lists(st.integers(0, 5), max_size=3))
         if shape and draw(st.booleans()):
             dim = draw(st.integers(0, min(1, len(shape) - 1)))
-            blocks = tuple(tp * part for part in draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+            blocks = tuple(
+                math.lcm(tp, also_tp) * part for part in draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+            )
             shape[dim] = sum(blocks)
             cuts[name] = Cut(dim, blocks)
         tensors[name] = _random(shape, draw(st.sampled_from(dtypes)), draw(st.integers(0, 2**32)))
@@ -235,32 +238,64 @@ def test_one_tensor_of_each_style(chunk: int, self_contained: bool, tmp_path: Pa
 # And back
 
 
+def _route_plan(case: Case, folder: Path, starts: Mapping[str, Sequence[tuple[int, int]]]) -> engine.RoutePlan:
+    """From the files that `_run` wrote for `case` to `starts`."""
+    layout = _plan(case, folder).layout
+    slices = {
+        tensor.name: [
+            engine.Extent(folder / layout.files[index].name, offset, tensor.slice_nbytes(case.tp))
+            for index, offset in layout.starts[tensor.name][: None if tensor.cut else 1]
+        ]
+        for tensor in layout.tensors
+    }
+    return engine.RoutePlan(layout.tensors, slices, starts)
+
+
 @settings(deadline=None, max_examples=50)
-@given(_cases(DTYPES, casts=False), st.sampled_from([64, 72, 100, 1000, 4096]))
+@given(_cases(DTYPES, casts=False), st.sampled_from([1, 7, 64, 72, 100, 1000, 4096]))
 def test_joining_the_slices_gives_the_source_back(case: Case, chunk: int) -> None:
     """Splitting and joining is the identity on every bit, and joining finds the digests that splitting recorded."""
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
         digests = _run(case, folder)
-        plan = _plan(case, folder)
-        extents = {
-            tensor.name: [
-                engine.Extent(folder / plan.layout.files[index].name, offset, tensor.slice_nbytes(case.tp))
-                for index, offset in plan.layout.starts[tensor.name][: None if tensor.cut else 1]
-            ]
-            for tensor in plan.layout.tensors
-        }
-        starts = {tensor: (0, source.offset) for tensor, source in plan.sources.items()}
+        starts = {tensor: [(0, source.offset)] for tensor, source in _plan(case, folder).sources.items()}
+        plan = _route_plan(case, folder, starts)
         patch.setattr(engine, "CHUNK_NBYTES", chunk)
         fd = os.open(folder / "joined", os.O_RDWR | os.O_CREAT)
         try:
-            found = engine.join(engine.JoinPlan(plan.layout.tensors, case.tp, extents, starts), [fd], _quiet)
+            found = engine.reroute(plan, [fd], _quiet)
         finally:
             os.close(fd)
         data_start = FileHeader.read(folder / "source-0.safetensors").data_start
         source_bytes = (folder / "source-0.safetensors").read_bytes()
         assert (folder / "joined").read_bytes()[data_start:] == source_bytes[data_start:]
-        assert found == {tensor: each.slices for tensor, each in digests.items()}
+        assert {tensor: each.read for tensor, each in found.items()} == {k: each.slices for k, each in digests.items()}
+        assert {tensor: each.written for tensor, each in found.items()} == {
+            tensor: (each.source,) for tensor, each in digests.items()
+        }
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data(), st.integers(1, 8), st.booleans())
+def test_slices_of_one_degree_become_those_of_another(data: st.DataObject, tp: int, self_contained: bool) -> None:
+    """Any degree to any other that divides the blocks, also one that is no multiple: every file holds what torch says
+    of the new degree, the digests read are those of the old slices."""
+    case = data.draw(_cases(DTYPES, casts=False, also_tp=tp))
+    target = replace(case, tp=tp, self_contained=self_contained, chunk=data.draw(st.integers(1, 200)))
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        old, new = Path(name) / "old", Path(name) / "new"
+        old.mkdir()
+        new.mkdir()
+        digests = _run(case, old)
+        layout = plan_layout(_plan(case, old).layout.tensors, tp, self_contained)
+        plan = _route_plan(case, old, layout.starts)
+        patch.setattr(engine, "CHUNK_NBYTES", target.chunk)
+        with _outputs(ConvertPlan(layout, {}), new) as fds:
+            found = engine.reroute(plan, fds, _quiet)
+            for fd, file in zip(fds, layout.files, strict=True):
+                os.pwrite(fd, file_header(file, ID, tp), 0)
+        _check(target, new, {k: engine.TensorDigests(digests[k].source, found[k].written) for k in found})
+        assert {k: each.read for k, each in found.items()} == {k: each.slices for k, each in digests.items()}
 
 
 # Economy
@@ -273,7 +308,7 @@ def _wide() -> Case:
     return Case(tensors, {"col": Cut(0, (32, 32)), "row": Cut(1, (32, 32))}, 8, 4096)
 
 
-def test_each_source_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_j4_each_source_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many ranks there are, every source byte is read exactly once (J4)."""
     reads: list[tuple[int, int]] = []
     preadv = os.preadv
@@ -362,7 +397,7 @@ def test_a_source_that_shrinks_is_named(keep: float, tmp_path: Path) -> None:
         _failing(case, tmp_path, break_it, 256)
 
 
-def test_a_full_disk_comes_out_as_the_system_says_it(tmp_path: Path) -> None:
+def test_e10_a_full_disk_comes_out_as_the_system_says_it(tmp_path: Path) -> None:
     """A write that meets a full disk comes out as that `OSError`, and no thread stays behind (E10)."""
 
     def break_it(fds: list[int]) -> Callable[[int], None]:

@@ -152,7 +152,7 @@ def test_a_degree_of_one_stores_the_model_whole() -> None:
 
 
 @pytest.mark.slow
-def test_saving_over_a_set_leaves_it_alone(tmp_path: Path) -> None:
+def test_b10_saving_over_a_set_leaves_it_alone(tmp_path: Path) -> None:
     """diffusers' `save_pretrained` cleans up its own old shards and no file of a set in the same folder (B10)."""
     from diffusers import ConfigMixin, ModelMixin
     from torch import nn
@@ -174,7 +174,7 @@ def test_saving_over_a_set_leaves_it_alone(tmp_path: Path) -> None:
     assert all((tmp_path / name).read_bytes() == b"kept" for name in ours)
 
 
-def test_names_sort_by_rank() -> None:
+def test_b11_names_sort_by_rank() -> None:
     """In a listing, files come in the order of ranks at every degree (B11)."""
     for tp in (1, 12, 100, 65536):
         names = [rank_file_name(rank, tp) for rank in range(tp)]
@@ -190,7 +190,7 @@ def _source(name: str, dtype: str, shape: tuple[int, ...] = (4,)) -> SourceTenso
     return SourceTensor(entry, file)
 
 
-def test_a_cast_touches_real_floating_point_only() -> None:
+def test_d1_d4_d7_a_cast_touches_real_floating_point_only() -> None:
     """bf16 goes to real floats; integers, bools, complex and F8 stay; named islands go to float32 (D1, D4, D7)."""
     dtypes = ["F64", "F32", "F16", "BF16", "I64", "BOOL", "U8", "C64", "F8_E4M3", "F4"]
     sources = [_source(f"x.{dtype}", dtype) for dtype in dtypes]
@@ -248,13 +248,14 @@ _MANIFEST = """\
 {
 "format_version": 1,
 "tool": {"name":"shardconv","version":"0.1.0"},
-"conversion_id": "6f17be7d46706f9e2581b500bac28500",
+"conversion_id": "66b408f00f68342cb8613e5302fb710c",
 "model_class": "TinyTransformer2DModel",
 "config_digest": "00000000000000000000000000000000",
 "tp_degree": 2,
 "self_contained": false,
 "dtype": {"cast_to":null,"keep_fp32":[]},
 "plan": {"proj":{"style":"packed_colwise","blocks":[1,1]},"out":"rowwise"},
+"head_counts": [4],
 "library": {"name":"diffusers","version":"0.42.1"},
 "source": {"repo":"org/tiny","revision":"c0ffee","subfolder":"transformer","variant":null,\
 "files":[{"name":"diffusion_pytorch_model.safetensors","nbytes":742,\
@@ -263,10 +264,10 @@ _MANIFEST = """\
 "left_out": ["unused"],
 "files": [
 {"name":"rank-00000-of-00002.safetensors","rank":0,"nbytes":4116,\
-"header_digest":"3221a9568d927236a13f6802363d268b"},
+"header_digest":"cc2c460047728f552bffee68842d297d"},
 {"name":"rank-00001-of-00002.safetensors","rank":1,"nbytes":4116,\
-"header_digest":"03ac9e1a546b90dc2c2a9c9a6e1b0fb5"},
-{"name":"replicated.safetensors","rank":null,"nbytes":4360,"header_digest":"b779f054bf371ddd556dc4551ab7d89e"}
+"header_digest":"ea5b998326eaa42398abd4935ba8f879"},
+{"name":"replicated.safetensors","rank":null,"nbytes":4360,"header_digest":"c4642f6c4129261c48f354a9d21b3a4e"}
 ],
 "tensors": [
 {"name":"proj.weight","dtype":"BF16","shape":[4,2],"style":"packed_colwise","dim":0,"block_sizes":[2,2],\
@@ -278,7 +279,8 @@ _MANIFEST = """\
 {"name":"out.bias","dtype":"BF16","shape":[2],"style":"rowwise","digests":["ca3c0b54b018ddb3630593425700e428"]},
 {"name":"scale","dtype":"F32","shape":[],"style":"replicated","digests":["e6f9acca6893caeb591ef4e963e120d4"]},
 {"name":"table","dtype":"U8","shape":[256],"style":"replicated","digests":["f1f8a93f50849ac39408a4433b952d71"]}
-]
+],
+"manifest_digest": "b455ea6846cac487f6e33e334bf6706a"
 }
 """
 
@@ -299,7 +301,8 @@ def _convert_by_hand(folder: Path) -> Manifest:
         source=Source("org/tiny", "c0ffee", "transformer", None,
                       (SourceFileRecord(path.name, file.header.file_nbytes, file.header.digest, "5" * 32, {}),)),
         tp_degree=2, self_contained=False, cast_to=None, keep_fp32=(),
-        plan={"proj": Rule(Style.PACKED_COLWISE, (1, 1)), "out": Rule(Style.ROWWISE)}, tensors=tuple(tensors),
+        plan={"proj": Rule(Style.PACKED_COLWISE, (1, 1)), "out": Rule(Style.ROWWISE)}, head_counts=(4,),
+        tensors=tuple(tensors),
         digests={name: each.slices for name, each in digests.items()}, aliases={"tied": "table"},
         left_out=("unused",), files=(),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import diffusers
 import pytest
 import ranks
 import small_sets
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import loader
 import shardconv
 from loader import load, parallel
+from loader.locate import find_set
 from shardconv import models, small_models
 from shardconv.header import DATA_ALIGNMENT, FileHeader
 from shardconv.manifest import Manifest
@@ -110,6 +112,22 @@ def mixed(name: str) -> Damage:
     return damage
 
 
+def of_an_edited_source(out: Path) -> None:
+    """Rank 1's file from a source in which one replicated number was edited: its own bytes of data are the same."""
+    model = small_models.build(NAME)
+    model.proj_out.weight.data[0, 0] += 1
+    model.save_pretrained(out.parent / "edited")
+    shardconv.convert(out.parent / "edited", out.parent / "again", tp=2)
+    data = [FileHeader.read(each / "tp2" / RANK_1).data_start for each in (out, out.parent / "again")]
+    before, after = (each / "tp2" / RANK_1 for each in (out, out.parent / "again"))
+    assert before.read_bytes()[data[0] :] == after.read_bytes()[data[1] :]
+    shutil.copyfile(after, before)
+
+
+def of_another_degree(out: Path) -> None:
+    shutil.copyfile(small_sets.converted(NAME, 4) / "tp4" / "rank-00001-of-00004.safetensors", out / "tp2" / RANK_1)
+
+
 def linked_away(out: Path) -> None:
     (out / "tp2" / RANK_1).rename(out.parent / "elsewhere.safetensors")
     (out / "tp2" / RANK_1).symlink_to(out.parent / "elsewhere.safetensors")
@@ -182,6 +200,16 @@ SHORT = r"{}: header declares [\d,]+ bytes, file has [\d,]+; the copy is incompl
             id="rank-file-of-another-conversion",
         ),
         pytest.param(
+            of_an_edited_source,
+            rf"^rank 1: {RANK_1}: expected conversion_id \w{{32}}, found \w{{32}}; the file is of another conversion",
+            id="rank-file-of-an-edited-source",
+        ),
+        pytest.param(
+            of_another_degree,
+            rf"^rank 1: {RANK_1}: expected tp_degree 2, found 4; the file is of another conversion or rank",
+            id="rank-file-of-another-degree",
+        ),
+        pytest.param(
             mixed("shardconv.json"),
             rf"rank 0: {RANK_0}: expected conversion_id(.|\n)*rank 1: {SHARED}: expected conversion_id",
             id="manifest-of-another-conversion",
@@ -239,8 +267,8 @@ SHORT = r"{}: header declares [\d,]+ bytes, file has [\d,]+; the copy is incompl
         ),
     ],
 )
-def test_a_damaged_set_is_refused_by_every_rank_in_the_same_words(damage, text, out):
-    """One damaged file is enough: all ranks raise at once, with the reason of the rank that met it (E1, E2, E6, F3)."""
+def test_e1_e2_e6_f3_a_damaged_set_is_refused_by_every_rank_in_the_same_words(damage, text, out):
+    """One damaged file is enough: all ranks raise at once, with the reason of the rank that met it."""
     damage(out)
     assert re.search(text, refused(out)), refused(out)
 
@@ -289,15 +317,16 @@ def test_nodes_with_different_conversions_are_refused(out, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("inner", ["", "tp4"])
-def test_a_set_for_another_number_of_ranks_is_refused(inner, tmp_path):
-    """A tp 4 set on 2 ranks, given by its component folder or its own, says both numbers and what to run (F4)."""
-    out = small_sets.copied(small_sets.converted(NAME, 4), tmp_path / "out")
-    text = refused(out / inner)
-    assert re.match(r"every rank: \S+: converted for tp degree 4, this group has 2 ranks", text)
-    assert text.endswith(f"; run: shardconv convert --tp 2 SOURCE {out}")
+def test_f4_a_set_that_the_number_of_ranks_does_not_divide_is_refused(inner):
+    """A tp 4 set on 3 ranks, given by its component folder or its own, says both numbers and what to run."""
+    out = small_sets.converted(NAME, 4)
+    assert refused(out / inner, n=3) == (
+        f"every rank: {out / inner}: converted for tp degree 4, this group has 3 ranks; "
+        f"run: shardconv reshard --tp 3 {out / 'tp4'} {out}"
+    )
 
 
-def test_a_set_folder_without_its_manifest_is_not_complete(tmp_path):
+def test_e2_a_set_folder_without_its_manifest_is_not_complete(tmp_path):
     """Half a download, given by its own folder, says that the manifest is what is missing (E2)."""
     out = small_sets.copied(small_sets.converted(NAME, 1), tmp_path / "out")
     (out / "tp1" / "shardconv.json").unlink()
@@ -314,14 +343,24 @@ def test_a_dtype_that_weights_cannot_have_is_refused(dtype):
         loader.load_model(small_sets.converted(NAME, 1), device="cpu", dtype=dtype)
 
 
-@pytest.mark.slow
-def test_one_process_is_told_of_the_degrees_there_are(tmp_path):
-    """Alone, the error is the set's own, and it lists every degree that was converted."""
-    out = tmp_path / "out"
-    for tp in (2, 4):
-        shardconv.convert(small_sets.source(NAME), out, tp=tp)
-    with pytest.raises(shardconv.SetError, match="converted for tp degree 2 and 4, this group has 1 rank; run: "):
-        loader.load_model(out, device="cpu")
+def test_f4_the_degrees_that_there_are_are_listed(tmp_path):
+    """A group larger than every set is told of all of them, and to reshard the largest."""
+    for degree in (2, 4):
+        shutil.copytree(small_sets.converted(NAME, degree), tmp_path, dirs_exist_ok=True)
+    with pytest.raises(shardconv.SetError) as caught:
+        find_set(tmp_path, None, 8)
+    assert str(caught.value) == (
+        f"{tmp_path}: converted for tp degree 2 and 4, this group has 8 ranks; "
+        f"run: shardconv reshard --tp 8 {tmp_path / 'tp4'} {tmp_path}"
+    )
+
+
+@pytest.mark.parametrize("inner", ["", "tp2"])
+def test_f4_the_ordinary_loader_takes_nothing_of_a_set(inner, out):
+    """`from_pretrained` of a component or a set folder finds no weights in it, instead of loading one rank's slices."""
+    shutil.copyfile(out / "config.json", out / "tp2" / "config.json")
+    with pytest.raises(OSError, match="no file named diffusion_pytorch_model"):
+        getattr(diffusers, small_models.class_name(NAME)).from_pretrained(out / inner)
 
 
 def test_an_ordinary_checkpoint_is_refused_with_the_command_to_run():
@@ -353,7 +392,7 @@ def test_an_empty_folder_says_what_to_run(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [RANK_0, RANK_1, SHARED])
-def test_verify_finds_one_flipped_byte_and_a_plain_load_does_not_look(name, out):
+def test_e8_verify_finds_one_flipped_byte_and_a_plain_load_does_not_look(name, out):
     """`verify=True` names file and tensor of a single flipped bit; without it no byte of the data is read (E8)."""
     header = FileHeader.read(out / "tp2" / name)
     victim = header.tensors[len(header.tensors) // 2]
@@ -405,7 +444,7 @@ def test_a_plan_that_no_longer_resolves_is_refused():
 
 
 @pytest.mark.slow
-def test_a_layer_that_is_cut_otherwise_now_is_refused():
+def test_c2_a_layer_that_is_cut_otherwise_now_is_refused():
     """A class whose fused layer is laid out otherwise: nothing is loaded with parts of other blocks (C2)."""
     outcome = ranks.same(ranks.run(load_with_another_class, small_sets.converted("flux2", 2), "relaid"))
     assert outcome.error == "LoadError"
@@ -445,8 +484,8 @@ def load_in_two_dims(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function", [load_alone, parallelize_alone])
-def test_several_processes_without_a_group_are_refused(function):
-    """Under torchrun but without `init_process_group` no rank is guessed: every process says what to call (F1)."""
+def test_f1_several_processes_without_a_group_are_refused(function):
+    """Under torchrun but without `init_process_group` no rank is guessed: every process says what to call."""
     args = (small_sets.converted(NAME, 2),) if function is load_alone else ()
     outcome = ranks.same(ranks.run(function, *args, group=False))
     assert outcome.error == "LoadError"
@@ -506,8 +545,8 @@ def device_of(device: Any) -> torch.device:
 
 @pytest.mark.parametrize("device", [None, "cuda", torch.device("cuda")], ids=str)
 @pytest.mark.parametrize("local", [0, 3])
-def test_a_device_without_a_number_is_the_one_of_the_rank(local, device, accelerators):
-    """None and "cuda" mean the accelerator of LOCAL_RANK, made the current one: ranks do not pile up on GPU 0 (F2)."""
+def test_f2_a_device_without_a_number_is_the_one_of_the_rank(local, device, accelerators):
+    """None and "cuda" mean the accelerator of LOCAL_RANK, made the current one: ranks do not pile up on GPU 0."""
     current = accelerators(4, LOCAL_RANK=str(local), LOCAL_WORLD_SIZE="4")
     assert device_of(device) == torch.device("cuda", local)
     assert current == [local]
@@ -528,8 +567,8 @@ def test_one_process_on_one_accelerator_needs_no_launcher(accelerators):
 
 
 @pytest.mark.parametrize(("visible", "local"), [(1, 1), (2, 2), (2, 5)])
-def test_more_ranks_than_accelerators_are_refused(visible, local, accelerators):
-    """LOCAL_RANK beyond the visible accelerators is an error with both numbers, not GPU 0 for two ranks (F2)."""
+def test_f2_more_ranks_than_accelerators_are_refused(visible, local, accelerators):
+    """LOCAL_RANK beyond the visible accelerators is an error with both numbers, not GPU 0 for two ranks."""
     current = accelerators(visible, LOCAL_RANK=str(local), LOCAL_WORLD_SIZE="8")
     told = rf"^LOCAL_RANK is {local} but {visible} accelerator\(s\) are visible; .*pass device="
     with pytest.raises(shardconv.LoadError, match=told):
@@ -573,8 +612,8 @@ def fail_on_rank_1(where: str, error: Exception, path: Path) -> str:
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_an_unexpected_exception_on_one_rank_ends_all_of_them(where, error):
-    """Whatever rank 1 meets, every rank raises its reason within seconds, and none waits for it (F3)."""
+def test_f3_an_unexpected_exception_on_one_rank_ends_all_of_them(where, error):
+    """Whatever rank 1 meets, every rank raises its reason within seconds, and none waits for it."""
     outcomes = ranks.run(fail_on_rank_1, where, error, small_sets.converted(NAME, 2), timeout=20)
     outcome = ranks.same(outcomes)
     assert outcome.error == "LoadError"

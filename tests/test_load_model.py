@@ -394,7 +394,7 @@ def describe_tied(model: Any, tokens: torch.Tensor) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["load_model", "parallelize"])
-def test_tied_parameters_stay_tied(way, toy):
+def test_k1_tied_parameters_stay_tied(way, toy):
     """Names of one parameter are one parameter after loading, whole or cut, although one name only is stored (K1)."""
     model, out = toy(Tied, 2)
     aliases = Manifest.read(out / "tp2").aliases
@@ -417,7 +417,7 @@ def load_kept(out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_cast_leaves_fp32_modules_and_integers_alone(toy):
+def test_d1_a_cast_leaves_fp32_modules_and_integers_alone(toy):
     """`dtype=` leaves `_keep_in_fp32_modules` (whole name parts) and integers as `from_pretrained` does (D1)."""
     _, out = toy(Kept, 2)
     expected = Kept.from_pretrained(out.parent / "source", torch_dtype=BF16).state_dict()
@@ -516,7 +516,7 @@ def refusals_of(path: Path, target: Path) -> dict[str, tuple[str, str]]:
         ("add_adapter", "ValueError"),
     ],
 )
-def test_diffusers_refusals_fire_and_name_the_way_out(method, kind, refusals):
+def test_c14_f9_f13_diffusers_refusals_fire_and_name_the_way_out(method, kind, refusals):
     """Saving, offloading, sharding again and LoRA fail on a sharded model and say how to get an ordinary one."""
     for found in refusals:
         error, text = found[method]
@@ -538,7 +538,7 @@ def save_in_one_line(path: Path, target: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_refusal_does_not_need_the_model_any_more(tmp_path):
+def test_f13_a_refusal_does_not_need_the_model_any_more(tmp_path):
     """A method of a model that nobody else holds is refused in the same words: the model is gone before the call."""
     for outcome in ranks.run(save_in_one_line, small_sets.converted("qwenimage21", 2), tmp_path / "saved"):
         assert outcome.error == "NotImplementedError", outcome.trace
@@ -629,7 +629,7 @@ def nothing(model: Any) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_parallelize_refuses_and_leaves_the_model_alone(spoil, options, text):
+def test_c14_f9_parallelize_refuses_and_leaves_the_model_alone(spoil, options, text):
     """A model that cannot be cut is refused with the same words on every rank, and nothing about it has changed."""
     outcome = ranks.same(ranks.run(parallelize_spoiled, spoil, options))
     assert outcome.error == "LoadError"

@@ -171,14 +171,14 @@ def test_a_file_system_without_direct_io_is_read_through_the_cache(tmp_path):
 
 @pytest.mark.parametrize("function", [lambda p, h: read_file(p, h, CPU), map_file], ids=["read_file", "map_file"])
 @pytest.mark.parametrize("pad", range(8))
-def test_a_source_with_any_header_length_is_read(pad, function, tmp_path):
+def test_a1_a_source_with_any_header_length_is_read(pad, function, tmp_path):
     """Data may start at any address, as files of other programs do: bytes are copied, nothing crashes (A1)."""
     path = write_unaligned(tmp_path / "x.safetensors", ours(4096), pad)
     assert_equal(function(path, FileHeader.read(path)), path)
 
 
 @pytest.mark.parametrize("function", [lambda p, h: read_file(p, h, CPU), map_file], ids=["read_file", "map_file"])
-def test_a_tensor_at_an_odd_offset_is_read(function, tmp_path):
+def test_a1_a_tensor_at_an_odd_offset_is_read(function, tmp_path):
     """An odd number of bytes stored first leaves what follows off its boundary; it is read all the same (A1)."""
     tensors = {"odd": ("U8", (3,), random_bytes(3)), "half": ("BF16", (8,), random_bytes(16, 1))}
     path = write(tmp_path / "x.safetensors", tensors)
@@ -193,7 +193,7 @@ def test_a_tensor_at_an_odd_offset_is_read(function, tmp_path):
     [{}, {"none": ("F32", (0, 8), b"")}, {"none": ("BF16", (3, 0), b""), "too": ("U8", (0,), b"")}],
     ids=["no-tensor", "one-empty", "two-empty"],
 )
-def test_a_file_without_data_gives_its_empty_tensors(tensors, function, tmp_path):
+def test_a5_a_file_without_data_gives_its_empty_tensors(tensors, function, tmp_path):
     """A header alone is a file like any other: its tensors have their shapes and no elements."""
     path = write(tmp_path / "x.safetensors", tensors)
     found = function(path, FileHeader.read(path))
@@ -242,7 +242,7 @@ def test_one_allocation_holds_the_whole_file(tmp_path):
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("left", [0, 1, 4096, 4097, 100_000, 400_000 + 22])
-def test_a_file_that_became_shorter_is_an_error(left, direct, tmp_path):
+def test_e1_a_file_that_became_shorter_is_an_error(left, direct, tmp_path):
     """A file cut after its header was read gives an error with the place, not zeros (E1, J2)."""
     path = write(tmp_path / "x.safetensors", ours(100_000))
     header = FileHeader.read(path)

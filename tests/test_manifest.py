@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -52,6 +53,7 @@ def _manifest(self_contained: bool = False) -> Manifest:
         cast_to="BF16",
         keep_fp32=("norm",),
         plan={"blocks.*.proj": Rule(Style.PACKED_COLWISE, (1, 1)), "blocks.*.out": Rule(Style.ROWWISE)},
+        head_counts=(2, 8),
         tensors=tensors,
         digests={
             "proj.weight": ("5" * 32, "6" * 32),
@@ -120,12 +122,13 @@ def test_what_a_set_is_called_does_not_change_its_id() -> None:
         {"keep_fp32": ()},
         {"model_class": "Flux2Transformer2DModel"},
         {"plan": {"blocks.*.proj": Rule(Style.COLWISE), "blocks.*.out": Rule(Style.ROWWISE)}},
+        {"head_counts": (8,)},
         {"aliases": {}},
         {"left_out": ()},
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_what_a_set_is_changes_its_id(change: dict[str, Any]) -> None:
+def test_e6_what_a_set_is_changes_its_id(change: dict[str, Any]) -> None:
     """Each thing that was asked for or found is part of the conversion id (E6)."""
     assert replace(_manifest(), **change).identity() != _manifest().conversion_id
 
@@ -358,6 +361,23 @@ def test_a_degree_without_its_files_is_refused_at_once(monkeypatch: pytest.Monke
         Manifest.from_json(document, "m")
 
 
+def test_more_slices_than_any_model_has_are_not_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small manifest of many tensors, each whole in each of many files, would take hours to lay out: refused."""
+    document = _document()
+    ranks, names = range(2000), range(2000)
+    document.update(
+        tp_degree=len(ranks),
+        self_contained=True,
+        tensors=[{**document["tensors"][3], "name": str(name)} for name in names],
+        files=[
+            {**document["files"][0], "rank": rank, "name": f"rank-{rank:05d}-of-02000.safetensors"} for rank in ranks
+        ],
+    )
+    monkeypatch.setattr(Manifest, "layout", lambda self: pytest.fail("laid out"))
+    with pytest.raises(SetError, match=r"2000 tensors for 2000 ranks, at most 500000 slices are laid out"):
+        Manifest.from_json(document, "m")
+
+
 # Other versions, other files
 
 
@@ -376,7 +396,7 @@ def test_unknown_keys_are_let_pass() -> None:
     assert Manifest.from_json(document, "m") == _manifest()
 
 
-def test_a_missing_manifest_says_what_that_means(tmp_path: Path) -> None:
+def test_e2_a_missing_manifest_says_what_that_means(tmp_path: Path) -> None:
     """A folder without a manifest is not a complete set, and the message says so (E2)."""
     with pytest.raises(SetError) as caught:
         Manifest.read(tmp_path)
@@ -404,8 +424,68 @@ def test_a_manifest_cut_anywhere_is_refused(tmp_path: Path) -> None:
             Manifest.read(tmp_path)
 
 
+def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path) -> None:
+    """A manifest file with any one bit flipped, also where it only tells where the set came from, is a `SetError`."""
+    raw = _manifest().to_json().encode()
+    for position in range(len(raw)):
+        damaged = bytearray(raw)
+        damaged[position] ^= 1 << position % 8
+        (tmp_path / MANIFEST_NAME).write_bytes(damaged)
+        with pytest.raises(SetError):
+            Manifest.read(tmp_path)
+
+
+def test_a_manifest_written_anew_by_something_else_is_refused(tmp_path: Path) -> None:
+    """The digest is of the text as it was written: the same JSON in another layout has another."""
+    (tmp_path / MANIFEST_NAME).write_text(json.dumps(_document(), indent=2))
+    with pytest.raises(SetError, match=r"shardconv\.json: not as it was written, its own digest differs; "):
+        Manifest.read(tmp_path)
+
+
 def test_a_manifest_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     """A folder where the manifest should be is a `SetError` with the system's reason."""
     (tmp_path / MANIFEST_NAME).mkdir()
     with pytest.raises(SetError, match=r"shardconv\.json: cannot be read \(Is a directory\)$"):
+        Manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ('"repo":"org/name"', r'"repo":"\ud800"', "surrogates not allowed"),
+        ('"repo":"org/name"', '"repo":"org/name","repo":"org/other"', "the name 'repo' stands twice"),
+        ('"repo":"org/name"', '"repo":' + "[" * 70 + "]" * 70, "nested too deep"),
+    ],
+    ids=["surrogate", "name twice", "deep"],
+)
+def test_a_manifest_is_sound_also_where_no_digest_covers_it(old: str, new: str, why: str, tmp_path: Path) -> None:
+    """What merely tells where a set came from is printed and copied on, so it must be text that can be."""
+    text = _manifest().to_json()
+    assert text.count(old) == 1
+    (tmp_path / MANIFEST_NAME).write_text(text.replace(old, new))
+    with pytest.raises(SetError, match=f"not JSON .*{why}"):
+        Manifest.read(tmp_path)
+
+
+def test_h1_a_manifest_that_is_a_link_out_is_refused(tmp_path: Path) -> None:
+    """No file of a set is a link to elsewhere, the manifest neither."""
+    (tmp_path / "elsewhere").write_text(_manifest().to_json())
+    (tmp_path / "tp2").mkdir()
+    (tmp_path / "tp2" / MANIFEST_NAME).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SetError, match="a link that leads out of its folder"):
+        Manifest.read(tmp_path / "tp2")
+
+
+def test_a_manifest_that_is_a_pipe_is_refused_not_waited_for(tmp_path: Path) -> None:
+    """A pipe would hold the reader for ever."""
+    os.mkfifo(tmp_path / MANIFEST_NAME)
+    with pytest.raises(SetError, match="a pipe or a device, not a file"):
+        Manifest.read(tmp_path)
+
+
+def test_a_manifest_beyond_reason_is_refused_unread(tmp_path: Path) -> None:
+    """A file that would fill memory is refused by its length."""
+    (tmp_path / MANIFEST_NAME).touch()
+    os.truncate(tmp_path / MANIFEST_NAME, 1 << 40)
+    with pytest.raises(SetError, match="1,099,511,627,776 bytes, at most 100,000,000 are read"):
         Manifest.read(tmp_path)

@@ -103,6 +103,50 @@ def test_out_must_be_empty(source: Path, tmp_path: Path) -> None:
     assert same(weights(tmp_path / "merged"), weights(source))
 
 
+def pipeline(source: Path, folder: Path) -> Path:
+    """A pipeline of two transformers and a scheduler, the transformers converted for 2 ranks."""
+    for name in ("transformer", "transformer_2"):
+        shardconv.convert(source, folder / name, tp=2)
+    (folder / "scheduler").mkdir()
+    (folder / "scheduler" / "scheduler_config.json").write_text("{}")
+    index = {name: ["diffusers", "Flux2Transformer2DModel"] for name in ("transformer", "transformer_2")}
+    (folder / "model_index.json").write_text(json.dumps(index | {"scheduler": ["diffusers", "DDIMScheduler"]}))
+    return folder
+
+
+def test_an_output_folder_gives_the_pipeline_back(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every sharded component is merged, all else is linked, and `--json` lists each file with its bytes."""
+    out = pipeline(source, tmp_path / "out")
+    assert main(["merge", "--json", "--max-shard-size", "2MB", str(out), str(tmp_path / "merged")]) == 0
+    files = json.loads(capsys.readouterr().out)["files"]
+    found = {path for path in (tmp_path / "merged").rglob("*") if path.is_file()}
+    assert {tmp_path / "merged" / name: nbytes for name, nbytes in files.items()} == {
+        path: path.stat().st_size for path in found
+    }
+    for name in ("transformer", "transformer_2"):
+        assert same(weights(tmp_path / "merged" / name), weights(source))
+    for name in ("model_index.json", "scheduler/scheduler_config.json"):
+        assert (tmp_path / "merged" / name).samefile(out / name)
+
+
+@pytest.mark.parametrize("existed", [True, False])
+def test_i2_a_pipeline_is_merged_whole_or_not_at_all(source: Path, tmp_path: Path, existed: bool) -> None:
+    """Damage in the second component takes back what was written of the first, and nothing else."""
+    out = pipeline(source, tmp_path / "out")
+    path = out / "transformer_2" / "tp2" / "replicated.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    if existed:
+        (tmp_path / "merged").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(shardconv.SetError, match="is damaged"):
+        merge(out, tmp_path / "merged")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_missing_rank_file_is_named(source: Path, tmp_path: Path) -> None:
     """An incomplete set is refused before anything is written."""
     shardconv.convert(source, tmp_path / "out", tp=4)

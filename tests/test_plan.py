@@ -38,7 +38,7 @@ def test_every_style_is_known_by_its_name(style: str) -> None:
     assert plan_to_json(bare) == {"a": style}
 
 
-def test_the_name_transformers_uses() -> None:
+def test_c10_the_name_transformers_uses() -> None:
     """`rowwise_rep`, a rowwise layer with a replicated input, is our `rowwise_split_input` (C10)."""
     plan = parse_plan({"a": "rowwise_rep", "b": {"style": "rowwise_rep"}}, "here")
     assert plan == {"a": Rule(Style.ROWWISE_SPLIT_INPUT), "b": Rule(Style.ROWWISE_SPLIT_INPUT)}
@@ -150,7 +150,7 @@ class _ReplicatedWithGradAllReduce:
     ],
     ids=lambda value: str(value),
 )
-def test_an_unknown_style_lists_the_known_ones(value: object, named: str) -> None:
+def test_c10_an_unknown_style_lists_the_known_ones(value: object, named: str) -> None:
     """An unknown style, a word or any object, is named with its key and all styles that are supported (C10)."""
     assert _one(value) == f"here: 'blocks.*.ff': unknown style {named}; {SUPPORTED}"
     assert _one({"style": value}) == f"here: 'blocks.*.ff': unknown style {named}; {SUPPORTED}"
@@ -172,7 +172,7 @@ def test_blocks_are_positive_integers(blocks: object) -> None:
         ("rowwise_rep", "packed_rowwise"),
     ],
 )
-def test_blocks_on_a_plain_style(style: str, meant: str) -> None:
+def test_c2_blocks_on_a_plain_style(style: str, meant: str) -> None:
     """Blocks on a plain style are refused with the name of the packed style of that dim, one that there is (C2)."""
     issue = _one({"style": style, "blocks": [1, 1]})
     assert issue.startswith("here: 'blocks.*.ff': style ")
@@ -231,7 +231,7 @@ def test_a_plan_file(tmp_path: Path) -> None:
         ('{"a": "colwise"} {}', "expected a JSON object of module pattern to style (Extra data"),
         (
             '{"a": "colwise", "a": "rowwise"}',
-            "expected a JSON object of module pattern to style (the pattern 'a' ",
+            "expected a JSON object of module pattern to style (the name 'a' ",
         ),
         ('["colwise"]', "expected a map of module pattern to style, found list"),
         ("{}", "the plan is empty, so nothing would be sharded"),

@@ -44,6 +44,18 @@ def test_a_rank_reads_its_own_file_and_the_shared_one(tmp_path: Path, where: str
     }
 
 
+@pytest.mark.parametrize("where", ["set", "component"])
+def test_files_that_a_rank_joins_are_read(tmp_path: Path, where: str) -> None:
+    """Of a set of a multiple of the group's degree, the smallest, a rank's share of the files comes into memory."""
+    files = fake_set(tmp_path / "tp4", 4)
+    for degree in (1, 3, 8):
+        (tmp_path / f"tp{degree}").mkdir()
+        (tmp_path / f"tp{degree}" / "shardconv.json").write_text("{}")
+    loader.prefetch(tmp_path / "tp4" if where == "set" else tmp_path, rank=1, size=2).join(60)
+    names = {"rank-00002-of-00004.safetensors", "rank-00003-of-00004.safetensors", "replicated.safetensors"}
+    assert {name for name, path in files.items() if is_cached(path)} == names
+
+
 def test_ranks_of_a_node_share_the_replicated_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of four local ranks reads a quarter of it, and together they read all of it."""
     shared = fake_set(tmp_path / "tp4", 4)["replicated.safetensors"]

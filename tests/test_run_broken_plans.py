@@ -139,7 +139,7 @@ def test_a_fault_in_a_style_is_seen(name, fault):
         pytest.param("minimax", {"transformer_blocks.*.ff.net.0.proj": "colwise"}, id="packed-colwise-plan-file"),
     ],
 )
-def test_a_plain_style_on_a_fused_layer_is_seen(name, doctored):
+def test_c2_a_plain_style_on_a_fused_layer_is_seen(name, doctored):
     """A plan that cuts a fused layer as one block runs and gives something else (C2)."""
     own = small_sets.PLANS.get(name) or type(small_sets.build(name))._tp_plan
     assert max(ranks.values(difference_of, name, no_fault, {**own, **doctored})) > SEEN
@@ -238,7 +238,7 @@ def toy_difference(kind: type[nn.Module], args: tuple[Any, ...], plan: dict[str,
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("bias", [True, False])
-def test_rowwise_and_split_input_equal_the_plain_linear(bias, tp):
+def test_c1_c12_rowwise_and_split_input_equal_the_plain_linear(bias, tp):
     """With biases of 100, and with none, rowwise (C1) and rowwise_split_input (C12) give what one rank gives."""
     assert max(ranks.values(toy_difference, Toy, (bias,), PLANS[Toy], n=tp)) <= FP32_TOLERANCE
 
@@ -246,14 +246,14 @@ def test_rowwise_and_split_input_equal_the_plain_linear(bias, tp):
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("kind", [Gated, Fused])
-def test_packed_blocks_are_cut_each_on_its_own(kind, tp):
+def test_c2_packed_blocks_are_cut_each_on_its_own(kind, tp):
     """Gate and up of opposite sign, and [1, 1, 1, 3, 3] with [1, 3], give what one rank gives (C2)."""
     assert max(ranks.values(toy_difference, kind, (), PLANS[kind], n=tp)) <= FP32_TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "key", "style"), [(Gated, "gate_up", "colwise"), (Fused, "out", "rowwise")])
-def test_packed_toys_under_a_plain_style_are_wrong(kind, key, style):
+def test_c2_packed_toys_under_a_plain_style_are_wrong(kind, key, style):
     """The toys tell packed from plain: cut as one block they give something else (C2)."""
     plan = {**PLANS[kind], key: style}
     assert max(ranks.values(toy_difference, kind, (), plan)) > SEEN

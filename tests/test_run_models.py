@@ -70,7 +70,7 @@ def run_in_crossed_replicas(path: Path, name: str) -> tuple[float, list[torch.Te
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", SMALL)
-def test_sharded_output_equals_unsharded_in_fp32(name, tp):
+def test_f12_sharded_output_equals_unsharded_in_fp32(name, tp):
     """A converted model on 2 and 4 ranks gives on every rank what the unsharded model gives, to 1e-5."""
     found = ranks.values(load_and_run, small_sets.converted(name, tp), name, n=tp)
     expected = expected_of(name)
@@ -81,7 +81,7 @@ def test_sharded_output_equals_unsharded_in_fp32(name, tp):
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", SMALL)
-def test_sharded_output_equals_unsharded_in_bf16(name, tp):
+def test_f12_sharded_output_equals_unsharded_in_bf16(name, tp):
     """Cast to bf16 by `convert` or by `load_model` (which agree bit for bit), output stays near the unsharded one."""
     expected = expected_of(name, BF16)
     stored = ranks.values(load_and_run, small_sets.converted(name, tp, dtype="bf16"), name, n=tp)
@@ -120,8 +120,8 @@ def test_parallelize_is_bit_equal_to_load_model(name, tp):
 
 
 @pytest.mark.slow
-def test_the_rank_within_a_mesh_counts():
-    """With a one-dim mesh of a 2 x 2 mesh both copies of a tp 2 model are right: the global rank is not used (F1)."""
+def test_f1_the_rank_within_a_mesh_counts():
+    """With a one-dim mesh of a 2 x 2 mesh both copies of a tp 2 model are right: the global rank is not used."""
     name = "flux2"
     expected = expected_of(name)
     found = ranks.values(run_in_replicas, small_sets.converted(name, 2), name, n=4)
@@ -130,7 +130,7 @@ def test_the_rank_within_a_mesh_counts():
 
 
 @pytest.mark.slow
-def test_the_rank_within_a_process_group_counts():
+def test_f1_the_rank_within_a_process_group_counts():
     """With groups (0, 2) and (1, 3) every rank takes the slice of its place in the group, not of its global rank."""
     name = "qwenimage"
     expected = expected_of(name)

@@ -840,3 +840,63 @@ def test_a_clean_source_says_nothing(source: Path, out: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         convert(source, out, tp=2)
+
+
+# --- index and config as a stranger may write them
+
+
+def test_an_index_with_a_name_twice_is_refused(source: Path, refused: Refused) -> None:
+    """Two entries of one tensor contradict each other: neither is taken."""
+    text = (source / INDEX).read_text().replace(f'"{FIRST}": ', f'"{FIRST}": "{SHARDS[1]}", "{FIRST}": ', 1)
+    (source / INDEX).write_text(text)
+    assert refused() == f"{INDEX}: cannot be read as JSON (the name {FIRST!r} stands twice); fetch it again"
+
+
+@pytest.mark.parametrize("name", ["x" * 300 + ".safetensors", "\0.safetensors", "\ud800.safetensors"])
+def test_an_index_of_names_that_no_file_can_have_is_refused(source: Path, refused: Refused, name: str) -> None:
+    """Names too long for the file system, with a NUL or with half a surrogate pair are refused like absent ones."""
+    toys.edit_json(source / INDEX, weight_map=weight_map(source) | {FIRST: name})
+    assert INDEX in refused() or "named by the index" in refused()
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_h1_a_config_or_an_index_that_is_a_link_out_is_refused(source: Path, refused: Refused, name: str) -> None:
+    """The same rule as for shards: what a link brings in from elsewhere would be published with the set."""
+    elsewhere = source.parent / "elsewhere.json"
+    (source / name).rename(elsewhere)
+    (source / name).symlink_to(elsewhere)
+    assert refused() == (
+        f"{source / name}: a link that leads out of its folder, to {elsewhere}; put the file itself there"
+    )
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, SHARDS[1]])
+def test_a_link_to_itself_is_refused(source: Path, refused: Refused, name: str) -> None:
+    """A link that leads nowhere is no file."""
+    (source / name).unlink()
+    (source / name).symlink_to(name)
+    assert name in refused()
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, SHARDS[1]])
+def test_a_pipe_in_place_of_a_file_is_refused_not_waited_for(source: Path, out: Path, name: str) -> None:
+    """A pipe that nobody writes to would hold a reader for ever; it is refused by name."""
+    (source / name).unlink()
+    os.mkfifo(source / name)
+    with pytest.raises(CheckpointError, match=f"{name}: .*a pipe or a device, not a file"):
+        convert(source, out, tp=2)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_a_json_file_beyond_reason_is_refused_unread(source: Path, out: Path, name: str) -> None:
+    """A file that would fill memory is refused by its length."""
+    os.truncate(source / name, 100_000_001)
+    with pytest.raises(CheckpointError, match=f"{name}: .*100,000,001 bytes, at most 100,000,000 are read"):
+        convert(source, out, tp=2)
+
+
+def test_names_that_would_steer_a_terminal_are_shown_escaped(source: Path, refused: Refused) -> None:
+    """A tensor name with a line break and an escape sequence comes out in a fault as text, on one line."""
+    listed = weight_map(source) | {"a\nb\x1b[2J": SHARDS[0]}
+    toys.edit_json(source / INDEX, weight_map=listed)
+    assert refused() == (rf"a\nb\x1b[2J: {INDEX} says {SHARDS[0]}, which lacks it; the file is of another revision")

@@ -6,8 +6,10 @@ import argparse
 import json
 import sys
 
-from ..conversion import DTYPES, Options, Outcome, convert_all
+from ..conversion import Outcome, convert_all
+from ..manifest import Manifest
 from ..plan import read_plan_file
+from ..preparation import DTYPES, Options
 from ..summary import Summary, human, summarize
 from .progress import progress_bars
 
@@ -64,26 +66,36 @@ def run(args: argparse.Namespace) -> None:
             subfolder=args.subfolder,
             revision=args.revision,
             new_progress=new_progress,
+            tell=lambda text: None if args.quiet else print(text, file=sys.stderr),
         )
     if not args.quiet:
         for text in [text for outcome in outcomes for text in outcome.warnings]:
             print(f"warning: {text}", file=sys.stderr)
     download = outcomes[0].download
     if args.json:
-        document = {"dry_run": args.dry_run, "sets": [_as_json(outcome) for outcome in outcomes]}
+        document = {"dry_run": args.dry_run, "sets": [as_json(outcome) for outcome in outcomes]}
         print(json.dumps(document | ({"download": dict(download)} if download else {}), indent=2))
     elif not args.quiet:
-        print("\n\n".join(_as_text(outcome, args.dry_run) for outcome in outcomes))
+        print("\n\n".join(as_text(outcome, args.dry_run) for outcome in outcomes))
         if download:
             print(f"\n{args.source}: {len(download)} files, {human(sum(download.values()))}, would be downloaded")
 
 
-def _as_json(outcome: Outcome) -> dict[str, object]:
-    manifest, summary = outcome.manifest, summarize(outcome.manifest)
+def as_json(outcome: Outcome) -> dict[str, object]:
+    """One set of the document that `--json` prints."""
     return {
         "component": outcome.component,
         "folder": str(outcome.folder),
         "already_there": outcome.was_there,
+        **figures(outcome.manifest),
+        "warnings": list(outcome.warnings),
+    }
+
+
+def figures(manifest: Manifest) -> dict[str, object]:
+    """What a set is and weighs, for `--json`."""
+    summary = summarize(manifest)
+    return {
         "conversion_id": manifest.conversion_id,
         "model_class": manifest.model_class,
         "tp_degree": manifest.tp_degree,
@@ -101,24 +113,25 @@ def _as_json(outcome: Outcome) -> dict[str, object]:
         "dtypes": summary.dtypes,
         "files": {file.name: file.nbytes for file in manifest.files},
         "left_out": list(manifest.left_out),
-        "warnings": list(outcome.warnings),
     }
 
 
-def _as_text(outcome: Outcome, dry_run: bool) -> str:
+def as_text(outcome: Outcome, dry_run: bool) -> str:
+    """A table of one set for a person."""
     manifest, summary = outcome.manifest, summarize(outcome.manifest)
     state = "would be written" if dry_run else "there already, unchanged" if outcome.was_there else "written"
-    lines = [
-        f"{outcome.folder}: {manifest.model_class}, tp degree {manifest.tp_degree}, {state}",
-        f"  {'style':<20} {'tensors':>8} {'whole':>10} {'per rank':>10}",
-    ]
+    head = f"{outcome.folder}: {manifest.model_class}, tp degree {manifest.tp_degree}, {state}"
+    return "\n".join([head, *table(manifest.tp_degree, summary)])
+
+
+def table(tp: int, summary: Summary) -> list[str]:
+    """The lines that show a set's figures to a person."""
+    lines = [f"  {'style':<20} {'tensors':>8} {'whole':>10} {'per rank':>10}"]
     for style in summary.styles:
         lines.append(f"  {style.style:<20} {style.tensors:>8} {human(style.nbytes):>10} {human(style.rank_nbytes):>10}")
-    lines.append(
-        f"  {'all':<20} {len(manifest.tensors):>8} {human(summary.nbytes):>10} {human(summary.rank_nbytes):>10}"
-    )
-    lines += _notes(manifest.tp_degree, summary)
-    return "\n".join(lines)
+    nr = sum(style.tensors for style in summary.styles)
+    lines.append(f"  {'all':<20} {nr:>8} {human(summary.nbytes):>10} {human(summary.rank_nbytes):>10}")
+    return lines + _notes(tp, summary)
 
 
 def _notes(tp: int, summary: Summary) -> list[str]:

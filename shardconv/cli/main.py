@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import ShardconvError, UsageError
-from . import convert, demo, merge, push
+from . import convert, demo, inspect, merge, push, reshard, verify
 
-VERBS = (convert, merge, push, demo)
+VERBS = (convert, inspect, verify, merge, reshard, push, demo)
 
 EXAMPLE = """example:
   $ shardconv convert --tp 4 black-forest-labs/FLUX.2-dev out/     # once, on any machine

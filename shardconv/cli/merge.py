@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
+from pathlib import Path
 
 from ..errors import UsageError
 from ..merging import MAX_SHARD_NBYTES, merge
@@ -12,8 +14,10 @@ from .progress import progress_bars
 NAME = "merge"
 HELP = "turn a converted set back into an ordinary diffusers checkpoint"
 DESCRIPTION = """Write the model of a set as diffusers saves it: bit-identical tensors, config.json, an index when there
-are several files. PATH is a component folder or one of its tpN folders; OUT must be new or empty."""
+are several files. PATH is a component folder, one of its tpN folders, or an output folder, which gives the pipeline
+back; OUT must be new or empty."""
 EXAMPLE = """example:
+  $ shardconv merge out/ merged/
   $ shardconv merge out/transformer merged/transformer
   $ shardconv merge --max-shard-size 5GB out/transformer/tp4 merged/transformer
 """
@@ -22,9 +26,10 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of this verb."""
-    parser.add_argument("path", metavar="PATH", help="component folder or one of its tpN folders")
+    parser.add_argument("path", metavar="PATH", help="component folder, one of its tpN folders, or output folder")
     parser.add_argument("out", metavar="OUT", help="folder to write, new or empty")
     parser.add_argument("--max-shard-size", metavar="SIZE", default=str(MAX_SHARD_NBYTES), help="default: 10GB")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
 
@@ -33,7 +38,10 @@ def run(args: argparse.Namespace) -> None:
     limit = parse_size(args.max_shard_size)
     with progress_bars(args.quiet) as new_progress:
         names = merge(args.path, args.out, max_shard_nbytes=limit, new_progress=new_progress)
-    if not args.quiet:
+    if args.json:
+        files = {name: (Path(args.out) / name).stat().st_size for name in names}
+        print(json.dumps({"folder": args.out, "files": files}, indent=2))
+    elif not args.quiet:
         print("\n".join(f"{args.out}/{name}" for name in names))
 
 

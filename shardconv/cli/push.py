@@ -9,6 +9,7 @@ import sys
 from ..errors import UsageError
 from ..pushing import Pushed, push
 from ..summary import human
+from .progress import progress_bars
 
 NAME = "push"
 HELP = "publish converted sets in a Hub repo, so that each rank downloads only its own file"
@@ -39,17 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Push, then report."""
-    done = push(
-        args.out,
-        args.repo,
-        private=args.private,
-        revision=args.revision,
-        create_pr=args.create_pr,
-        degrees=parse_degrees(args.degrees) if args.degrees else None,
-        commit_message=args.commit_message,
-        dry_run=args.dry_run,
-        tell=lambda text: None if args.quiet else print(text, file=sys.stderr),
-    )
+    with progress_bars(args.quiet) as new_progress:
+        done = push(
+            args.out,
+            args.repo,
+            private=args.private,
+            revision=args.revision,
+            create_pr=args.create_pr,
+            degrees=parse_degrees(args.degrees) if args.degrees else None,
+            commit_message=args.commit_message,
+            dry_run=args.dry_run,
+            new_progress=new_progress,
+            tell=lambda text: None if args.quiet else print(text, file=sys.stderr),
+        )
     if args.json:
         print(json.dumps({"dry_run": args.dry_run, **_as_json(done)}, indent=2))
     elif not args.quiet:

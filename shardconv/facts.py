@@ -1,0 +1,97 @@
+"""What a conversion needs to know of a model: plain data, made from a skeleton, which can cross to another process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from . import models
+from .cut import Cut
+from .errors import PlanError
+from .heads import head_counts
+from .plan import Plan, Rule, Style
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model class, built by one config and cut by one plan."""
+
+    model_class: str
+    library_version: str  # of diffusers
+    plan: Plan
+    tensors: Mapping[str, tuple[int, ...]]  # name -> shape of every parameter and persistent buffer
+    tied: tuple[tuple[str, ...], ...]  # names that are one parameter
+    ignored: tuple[str, ...]  # regular expressions of unexpected tensors that loaders ignore
+    fp32_modules: tuple[str, ...]  # kept in fp32 under a cast
+    cuts: Mapping[str, tuple[Style, Cut | None]]  # parameter -> style, cut; the others are replicated
+    head_counts: tuple[int, ...]  # of planned attentions, each once, ascending; tp degrees must divide them
+    plan_issues: tuple[str, ...]  # why the plan does not fit; there are no cuts then
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` gives the record back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> ModelFacts:
+        """From what `to_json` gave, also after a passage through JSON text."""
+        return cls(
+            model_class=raw["model_class"],
+            library_version=raw["library_version"],
+            plan={key: Rule(Style(rule["style"]), _sizes(rule["blocks"])) for key, rule in raw["plan"].items()},
+            tensors={name: tuple(shape) for name, shape in raw["tensors"].items()},
+            tied=tuple(map(tuple, raw["tied"])),
+            ignored=tuple(raw["ignored"]),
+            fp32_modules=tuple(raw["fp32_modules"]),
+            cuts={
+                name: (Style(style), cut and Cut(cut["dim"], tuple(cut["block_sizes"])))
+                for name, (style, cut) in raw["cuts"].items()
+            },
+            head_counts=tuple(raw["head_counts"]),
+            plan_issues=tuple(raw["plan_issues"]),
+            warnings=tuple(raw["warnings"]),
+        )
+
+
+def _sizes(value: list[int] | None) -> tuple[int, ...] | None:
+    return None if value is None else tuple(value)
+
+
+def model_facts(config: Mapping[str, Any], plan: Plan | None, tp: int) -> ModelFacts:
+    """The facts of the model that `config` describes; `plan` None takes the class's own.
+
+    Raises `CheckpointError` when the class is unknown or the config does not build it, `PlanError` when it has no plan.
+    """
+    import diffusers
+
+    from .resolve import resolve
+
+    cls = models.model_class(str(config.get("_class_name")), config.get("_diffusers_version"))
+    plan = plan or models.class_plan(cls)
+    model = models.skeleton(cls, config)
+    issues: tuple[str, ...] = ()
+    cuts: Mapping[str, tuple[Style, Cut | None]] = {}
+    heads: set[int] = set()
+    warnings: tuple[str, ...] = ()
+    try:
+        resolution = resolve(model, plan, tp, models.other_plan(cls))
+    except PlanError as error:
+        issues = error.issues
+    else:
+        cuts, warnings = resolution.cuts, resolution.warnings
+        heads = {count for _, count in head_counts(model, [module.name for module in resolution.modules])}
+    return ModelFacts(
+        model_class=cls.__name__,
+        library_version=diffusers.__version__,
+        plan=plan,
+        tensors=models.stored_tensors(model),
+        tied=tuple(models.tied_names(model)),
+        ignored=models.ignored_patterns(cls),
+        fp32_modules=models.keep_in_fp32(cls),
+        cuts=cuts,
+        head_counts=tuple(sorted(heads)),
+        plan_issues=issues,
+        warnings=warnings,
+    )

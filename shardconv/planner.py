@@ -1,0 +1,117 @@
+"""Questions about diffusers' models, answered by a process of its own where that saves time and memory.
+
+Importing torch and diffusers takes longer than converting a small model and more memory than converting any. Where they
+are not imported yet, a child imports them, leaves out what a skeleton never uses, and is gone before bytes move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from . import models
+from .facts import ModelFacts, model_facts
+from .plan import Plan, parse_plan, plan_to_json
+
+
+class Planner:
+    """Answers as `models.has_plan` and `model_facts` do. A context manager: the child lasts as long as the block.
+
+    A child that fails, in whatever way, says nothing: the question is asked again in this process, which meets the same
+    fault and tells it.
+    """
+
+    def __init__(self, needs_torch: bool) -> None:
+        """`needs_torch`: this process will import torch in any case, so a child would gain nothing."""
+        self._child: subprocess.Popen[bytes] | None = None
+        if not needs_torch and "torch" not in sys.modules and sys.executable:
+            program = f"import sys; sys.path = {sys.path!r}; from shardconv.planner import serve; serve()"
+            with contextlib.suppress(OSError):
+                self._child = subprocess.Popen(
+                    [sys.executable, "-c", program],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,  # Ctrl-C is for this process, which then ends the child
+                )
+
+    def has_plan(self, library: str, name: str) -> bool | None:
+        """See `models.has_plan`."""
+        answer = self._ask({"library": library, "name": name})
+        return models.has_plan(library, name) if answer is None else answer["has_plan"]
+
+    def facts(self, config: Mapping[str, Any], plan: Plan | None, tp: int) -> ModelFacts:
+        """See `model_facts`."""
+        answer = self._ask({"config": config, "plan": plan and plan_to_json(plan), "tp": tp})
+        return model_facts(config, plan, tp) if answer is None else ModelFacts.from_json(answer)
+
+    def _ask(self, question: Mapping[str, Any]) -> Any:
+        if self._child is None:
+            return None
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        try:
+            self._child.stdin.write(json.dumps(question).encode() + b"\n")
+            self._child.stdin.flush()
+            return json.loads(self._child.stdout.readline())
+        except (OSError, ValueError):
+            self._end_child()
+            return None
+
+    def _end_child(self) -> None:
+        if self._child is not None:
+            self._child.kill()  # it holds nothing that would need an orderly end
+            with contextlib.suppress(BrokenPipeError), self._child:
+                pass
+            self._child = None
+
+    def __enter__(self) -> Planner:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._end_child()
+
+
+def serve() -> None:
+    """The child: a question a line on stdin, an answer a line on stdout; ends with the first that it cannot answer."""
+    gc.disable()
+    with os.fdopen(os.dup(1), "wb", buffering=0) as answers, os.fdopen(0, "rb") as questions:
+        os.dup2(2, 1)  # whatever a library prints is talk
+        import_lightly()
+        for line in questions:
+            try:
+                answers.write(json.dumps(_answer(json.loads(line))).encode() + b"\n")
+            except Exception:  # of whatever kind: the parent asks itself, and meets it again
+                return
+
+
+def _answer(question: Mapping[str, Any]) -> dict[str, Any]:
+    if "name" in question:
+        return {"has_plan": models.has_plan(question["library"], question["name"])}
+    plan = None if question["plan"] is None else parse_plan(question["plan"], "plan")
+    return model_facts(question["config"], plan, question["tp"]).to_json()
+
+
+def import_lightly() -> None:
+    """Leave out, from now on, the half of diffusers' imports that only compiling and text encoders need.
+
+    Its model files take decorators from `torch._dynamo` and base classes from transformers, both slow to import. Only
+    for a process that builds skeletons and nothing else.
+    """
+    sys.modules["torch._dynamo"] = _Decorators("torch._dynamo")
+    sys.modules["transformers"] = None  # type: ignore[assignment]  # as if it were not installed
+
+
+class _Decorators(ModuleType):
+    """A module whose every function leaves what it decorates as it is."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda function=None, *_, **__: function if function is not None else (lambda decorated: decorated)

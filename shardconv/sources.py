@@ -1,0 +1,138 @@
+"""Where a source's files are: a folder or a Hub repo, the components to shard, and whatever else a pipeline has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import models
+from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, leads_out, read_config, refuse_file
+from .errors import CheckpointError, PlanError, UsageError
+from .jsonfile import parse, read_bounded
+from .pagecache import is_cached
+from .planner import Planner
+
+if TYPE_CHECKING:
+    from .fetching import Snapshot
+
+MODEL_INDEX = "model_index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A source on this disk."""
+
+    folder: Path
+    repo: str | None
+    commit: str | None
+    snapshot: Snapshot | None = None  # of the repo
+
+    @property
+    def is_pipeline(self) -> bool:
+        return (self.folder / MODEL_INDEX).is_file()
+
+
+def locate(
+    source: str | os.PathLike[str],
+    subfolder: str | None,
+    revision: str | None,
+    variant: str | None,
+    headers_only: bool = False,
+) -> Located:
+    """Find a source, or fetch it; of a repo's weight files only the headers when these will do."""
+    path = Path(source)
+    if path.exists() and revision is not None:
+        raise UsageError(f"--revision: of a Hub repo; {path} is here, a revision cannot be chosen; leave it out")
+    if path.is_dir():
+        return Located(path, None, None)
+    if path.is_file():
+        raise refuse_file(path)
+    name = os.fspath(source)
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
+        raise CheckpointError(f"{name}: no such folder; give a diffusers folder or a Hub repo id such as org/name")
+    from .fetching import fetch
+    from .hub import Repo
+
+    repo = Repo(name, subject=f"{name}: not a folder here, and the Hub says")
+    snapshot = fetch(repo, revision, subfolder, variant, headers_only)
+    return Located(snapshot.folder, name, snapshot.commit, snapshot)
+
+
+def cold_weights(folder: Path, subfolder: str | None) -> list[Path]:
+    """Weight files that are probably converted and not in memory: read while torch and diffusers are imported."""
+    places = [folder / subfolder] if subfolder else [folder, *folder.glob("transformer*")]
+    paths = [path for place in places for path in sorted(place.glob(f"{WEIGHTS_STEM}*.safetensors"))]
+    return [path for path in paths if path.is_file() and not is_cached(path)]
+
+
+def components(located: Located, subfolder: str | None, has_own_plan: bool, planner: Planner) -> list[str]:
+    """Names of the component folders to shard; "" for the source folder itself."""
+    if subfolder is not None:
+        if not (located.folder / subfolder).is_dir():
+            raise CheckpointError(f"{located.folder}: no folder {subfolder!r} in it; check --subfolder")
+        return [Path(subfolder).as_posix()]
+    if not located.is_pipeline:
+        return [""]
+    if has_own_plan:
+        raise UsageError("--plan: names modules of one model, the source is a pipeline; add --subfolder COMPONENT")
+    listed = pipeline_components(located.folder)
+    absent = [str(located.folder / name) for name in listed if not (located.folder / name).is_dir()]
+    if absent:
+        raise CheckpointError(f"{located.folder}: {MODEL_INDEX} names {', '.join(absent)}, no such folder; fetch it")
+    planned = {name: planner.has_plan(library, cls) for name, (library, cls) in listed.items()}
+    for name, (library, cls) in listed.items():
+        config = located.folder / name / CONFIG_NAME
+        if planned[name] is None and library == "diffusers" and name.startswith("transformer") and config.is_file():
+            models.model_class(cls, read_config(config.parent)[0].get("_diffusers_version"))  # raises
+    chosen = [name for name in listed if planned[name]]
+    if not chosen:
+        classes = ", ".join(f"{name} ({cls})" for name, (_, cls) in listed.items())
+        raise PlanError(
+            f"{located.folder}: no component has a class with a _tp_plan, found {classes or 'none'}; give a plan with "
+            "--subfolder COMPONENT --plan FILE"
+        )
+    return chosen
+
+
+def pipeline_components(folder: Path) -> dict[str, tuple[str, str]]:
+    """Component -> (library, class) from `model_index.json`, absent ones left out. Raises `CheckpointError`."""
+    path = folder / MODEL_INDEX
+    try:
+        document = parse(read_bounded(path))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error}); fetch it again") from None
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path}: expected a JSON object; fetch it again")
+    result = {}
+    for name, value in document.items():
+        if not name.startswith("_") and isinstance(value, list) and len(value) == 2 and value[1] is not None:
+            result[name] = (str(value[0]), str(value[1]))
+            if not name.isidentifier():
+                raise CheckpointError(f"{path}: expected component names, found {name!r}; do not trust it")
+    return result
+
+
+def rest_of_pipeline(folder: Path, sharded: Sequence[str]) -> list[str]:
+    """Everything else that belongs to the pipeline, relative to its folder: `model_index.json`, licence and card, the
+    other components. Raises `CheckpointError` for links that lead out of it."""
+    about = ("LICENSE", "README", "NOTICE")
+    names = [MODEL_INDEX]
+    names += [
+        name for name in sorted(os.listdir(folder)) if name.upper().startswith(about) and (folder / name).is_file()
+    ]
+    for component in pipeline_components(folder):
+        if component not in sharded and (folder / component).is_dir():
+            inside = (path for path in (folder / component).rglob("*") if path.is_file())
+            names += sorted(str(path.relative_to(folder)) for path in inside)
+    outside = {name: leads_out(folder / name, folder) for name in names}
+    issues = [
+        f"{name}: a link that leads out of its folder, to {real}; put the file itself there"
+        for name, real in outside.items()
+        if real is not None
+    ]
+    if issues:
+        raise CheckpointError(*issues)
+    return names

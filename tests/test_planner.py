@@ -1,0 +1,116 @@
+"""The planning process: the same answers as in this one, and no trace of it when it is gone or fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import toys
+
+from shardconv import small_models
+from shardconv.facts import ModelFacts, model_facts
+from shardconv.plan import Rule, Style
+
+MODELS = ("flux", "flux2", "qwenimage", "qwenimage21")
+PLAN = {"single_transformer_blocks.*.attn.to_q": Rule(Style.PACKED_COLWISE, (1, 2))}
+
+# Asks the child about each config of a file; prints the answers and what the asking process has imported.
+ASK = """
+import json, sys
+from shardconv.planner import Planner
+configs = json.load(open(sys.argv[1]))
+with Planner(needs_torch=False) as planner:
+    pid = planner._child.pid
+    answers = [planner.facts(config, None, 2).to_json() for config in configs]
+    planned = [planner.has_plan("diffusers", "FluxTransformer2DModel"), planner.has_plan("diffusers", "AutoencoderKL"),
+               planner.has_plan("transformers", "T5EncoderModel"), planner.has_plan("diffusers", "Nope")]
+print(json.dumps([answers, planned, "torch" in sys.modules, pid]))
+"""
+
+
+def _config(name: str) -> dict[str, object]:
+    return json.loads(json.dumps(dict(small_models.build(name).config)))
+
+
+@pytest.mark.slow
+def test_the_child_answers_as_this_process_does(tmp_path: Path) -> None:
+    """Facts of every built-in class are the same from the child, whose imports are cut short, as from full imports; the
+    process that asks imports no torch, and no child is left."""
+    configs = [{**_config(name), "_class_name": small_models.class_name(name)} for name in MODELS]
+    (tmp_path / "configs.json").write_text(json.dumps(configs))
+    command = [sys.executable, "-c", ASK, str(tmp_path / "configs.json")]
+    answers, planned, torch_here, pid = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert [ModelFacts.from_json(answer) for answer in answers] == [model_facts(config, None, 2) for config in configs]
+    assert planned == [True, False, None, None]
+    assert torch_here is False
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.slow
+def test_the_child_imports_lightly() -> None:
+    """In the child neither torch._dynamo nor transformers is loaded, although diffusers' model files ask for them."""
+    code = (
+        "import sys; from shardconv.planner import import_lightly; import_lightly()\n"
+        "import diffusers; diffusers.FluxTransformer2DModel\n"
+        "print([name for name in sys.modules if name.startswith(('torch._dynamo.', 'transformers.'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_facts_survive_the_passage(tp: int) -> None:
+    """Facts are the same after JSON text: packed cuts, blocks of a plan, tied names; and a plan that does not fit."""
+    config = {**_config("flux2"), "_class_name": "Flux2Transformer2DModel"}
+    facts = model_facts(config, PLAN if tp == 3 else None, tp)
+    assert bool(facts.plan_issues) == (tp == 3)
+    assert bool(facts.cuts) == (tp == 2)
+    assert ModelFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("child", ["/bin/false", "/nowhere/python"])
+def test_a_child_that_fails_is_done_without(child: str, tmp_path: Path) -> None:
+    """When the child dies or does not start, the conversion goes on in this process, to the same bytes."""
+    source = toys.save(small_models.build("flux"), tmp_path / "source")
+    code = f"import sys; sys.executable = {child!r}; from shardconv.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "convert", "--tp", "2", "--quiet", str(source)]
+    subprocess.run([*command, str(tmp_path / "out")], check=True)
+    assert toys.main(["convert", "--tp", "2", "--quiet", str(source), str(tmp_path / "here")]) == 0
+    assert toys.contents(tmp_path / "out") == toys.contents(tmp_path / "here")
+
+
+@pytest.mark.slow
+def test_a_fault_is_told_once(tmp_path: Path) -> None:
+    """What the child cannot answer reads as it would without one: one sentence, from the command line, exit code 1."""
+    source = toys.save(small_models.build("flux"), tmp_path / "source")
+    toys.edit_json(source / "config.json", _class_name="Nope2DModel")
+    command = [sys.executable, "-m", "shardconv", "convert", "--tp", "2", str(source), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("shardconv: Nope2DModel: expected a model class of diffusers")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_planning_leaves_nobody(tmp_path: Path) -> None:
+    """Ctrl-C, which a terminal sends to the whole group, ends both with the usual sentence and no traceback."""
+    source = toys.save(small_models.build("flux"), tmp_path / "source")
+    command = [sys.executable, "-m", "shardconv", "convert", "--tp", "2", str(source), str(tmp_path / "out")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    deadline = time.monotonic() + 60
+    while not (child := children.read_text().split()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "shardconv: stopped; nothing half-done is left behind\n"
+    assert process.returncode == 130
+    while Path(f"/proc/{child[0]}").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)  # one that was just being started ends by itself
+    assert not Path(f"/proc/{child[0]}").exists()
