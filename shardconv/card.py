@@ -56,7 +56,7 @@ def section(repo: str, rows: Sequence[SetRow], is_pipeline: bool) -> str:
         *table,
         "",
         "```python",
-        "import loader, torch, torch.distributed as dist  # pip install shardconv; torchrun --nproc-per-node N",
+        "import loader, torch, torch.distributed as dist  # torchrun --nproc-per-node N",
         "",
         "dist.init_process_group()",
         call,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +27,22 @@ _STEMS = (WEIGHTS_STEM, "model")  # of diffusers' and of transformers' component
 class Snapshot:
     """A repo's files on this disk, at one commit. `folder` lives as long as this object where nothing was kept."""
 
-    def __init__(self, folder: Path, commit: str, download: Mapping[str, int], temporary: bool = False) -> None:
+    def __init__(self, repo: Repo, listing: Listing, folder: Path, names: Collection[str], temporary: bool) -> None:
+        self.repo = repo
+        self.listing = listing
         self.folder = folder
-        self.commit = commit
-        self.download = download  # name in the repo -> bytes; in a dry run, what a conversion would fetch
+        self.names = tuple(dict.fromkeys(names))  # in the repo, of all files that a conversion reads
         if temporary:
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+
+    def missing(self) -> dict[str, int]:
+        """Name -> bytes of the files that are not in the cache."""
+        names = [name for name in self.names if not self.repo.cached(self.listing, name)]
+        return {name: self.listing.files[name].nbytes for name in names}
+
+    def rest(self, sharded: Collection[str]) -> list[str]:
+        """Names of the files that do not belong to the components `sharded`."""
+        return [name for name in self.names if name.rpartition("/")[0].split("/")[0] not in sharded]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +81,7 @@ def fetch(repo: Repo, revision: str | None, subfolder: str | None, variant: str 
     names = [*needed.small, *needed.weights]
     if headers_only:
         return _headers_only(repo, listing, needed, cut)
-    return Snapshot(repo.fetch(listing, names), listing.commit, {})
+    return Snapshot(repo, listing, repo.fetch(listing, names), names, temporary=False)
 
 
 def component_files(repo: Repo, listing: Listing, components: Iterable[str], variant: str | None) -> list[str]:
@@ -123,8 +133,7 @@ def _weights(
 def _headers_only(repo: Repo, listing: Listing, needed: _Needed, cut: Collection[str]) -> Snapshot:
     folder = Path(tempfile.mkdtemp(prefix="shardconv-headers-"))
     names = [name for name in (*needed.small, *needed.weights) if name in listing.files]
-    missing = {name: listing.files[name].nbytes for name in names if not repo.cached(listing, name)}
-    snapshot = Snapshot(folder, listing.commit, missing, temporary=True)
+    snapshot = Snapshot(repo, listing, folder, names, temporary=True)
     kept = [name for name in needed.small if Path(name).name in (CONFIG_NAME, MODEL_INDEX) or ".safetensors." in name]
     cached = repo.fetch(listing, kept)
     for name in names:

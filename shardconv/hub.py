@@ -174,13 +174,16 @@ class Repo:
         path = Path(
             self._ask(lambda api: api.hf_hub_download(self.name, name, **options, force_download=is_new), subject)
         )
-        expected = listing.files[name].digest if name in listing.files else ""
-        if is_new and expected and digest_of(path, expected) != expected:
-            discard(path)
-            raise HubError(
-                f"{subject}: arrived altered (its digest is not the Hub's) and was thrown away; run again, or fetch it "
-                "afresh with force_download=True"
-            )
+        if is_new:
+            _check_arrived(path, listing, name, subject)
+        return path
+
+    def download(self, listing: Listing, name: str, folder: Path) -> Path:
+        """Bring a file to `folder`, not into the cache; one that is there already is looked at, not fetched again."""
+        subject = f"{self.subject or self.name}: {name}"
+        options = {"revision": listing.commit, "local_dir": folder}
+        path = Path(self._ask(lambda api: api.hf_hub_download(self.name, name, **options), subject))
+        _check_arrived(path, listing, name, subject)
         return path
 
     def read_start(self, listing: Listing, name: str, nbytes: int) -> bytes:
@@ -298,6 +301,17 @@ def front_matter(metadata: Mapping[str, Any]) -> str:
     import huggingface_hub
 
     return f"---\n{huggingface_hub.ModelCardData(**metadata).to_yaml()}\n---\n"
+
+
+def _check_arrived(path: Path, listing: Listing, name: str, subject: str) -> None:
+    """Throw a downloaded file away, and raise, when it is not what the Hub has."""
+    expected = listing.files[name].digest if name in listing.files else ""
+    if expected and digest_of(path, expected) != expected:
+        discard(path)
+        raise HubError(
+            f"{subject}: arrived altered (its digest is not the Hub's) and was thrown away; run again, or fetch it "
+            "afresh with force_download=True"
+        )
 
 
 def discard(path: Path) -> None:

@@ -58,7 +58,7 @@ def locate(
 
     repo = Repo(name, subject=f"{name}: not a folder here, and the Hub says")
     snapshot = fetch(repo, revision, subfolder, variant, headers_only)
-    return Located(snapshot.folder, name, snapshot.commit, snapshot)
+    return Located(snapshot.folder, name, snapshot.listing.commit, snapshot)
 
 
 def cold_weights(folder: Path, subfolder: str | None) -> list[Path]:

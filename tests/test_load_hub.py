@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def load_pipeline(settings: list[Settings], repo: str, **options: Any) -> np.nda
     return images(loader.load_pipeline(repo, device="cpu", **options))
 
 
-def load_component(settings: Settings, repo: str, options: Mapping[str, Any]) -> list[torch.Tensor]:
+def load_component(settings: Settings, repo: str, options: Mapping[str, Any]) -> list[np.ndarray]:
     """The output of the model."""
     hub_clients.point_at(settings)
     model = loader.load_model(repo, device="cpu", **options)
@@ -162,6 +163,23 @@ def load_each(settings: Settings, repos: list[str]) -> None:
         for _ in ("cold", "warm"):
             dist.barrier()
             loader.load_model(name, device="cpu", subfolder="transformer")
+
+
+@pytest.mark.slow
+def test_fewer_ranks_than_the_set_was_made_for(filled: StandInHub, tmp_path: Path) -> None:
+    """4 ranks, sets for 1, 2 and 8: of the one for 8 each rank fetches the two files that it joins, and no other's."""
+    filled.users |= {f"hf_rank{rank}": User(f"rank{rank}") for rank in range(4)}
+    nodes = [filled.settings(tmp_path / f"node{rank}", f"hf_rank{rank}") for rank in range(4)]
+    expected = small_sets.outputs(small_sets.build("flux"), "flux")
+    for found in ranks.values(load_on_node, nodes, REPO, n=4):
+        assert small_sets.difference([torch.from_numpy(each) for each in found], expected) <= TOLERANCE
+    for rank in range(4):
+        assert set(filled.fetched(REPO, f"rank{rank}")) == set_names(8, 2 * rank, 2 * rank + 1)
+
+
+def load_on_node(nodes: list[Settings], repo: str) -> list[np.ndarray]:
+    """The output of the model, loaded under this rank's settings."""
+    return load_component(nodes[dist.get_rank()], repo, {"subfolder": "transformer"})
 
 
 @pytest.mark.slow
@@ -495,15 +513,21 @@ def test_h5_a_cache_with_garbage_in_it_is_used(filled: StandInHub, alone: Callab
     alone(local_files_only=True)
 
 
-def test_a_full_disk_is_said(filled: StandInHub, alone: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """No room for a file: one sentence, from the system's own error."""
+@pytest.mark.slow
+def test_a_full_disk_is_said(filled: StandInHub, tmp_path: Path) -> None:
+    """The system refuses to write on: one sentence, and nothing of the file is left."""
+    settings = filled.settings(tmp_path / "home")
+    [failed] = ranks.run(load_with_little_room, settings, n=1, group=False, env={"WORLD_SIZE": "1"})
+    assert failed.error == "HubError"
+    assert failed.text.endswith("no room left on the disk of the cache; make room, or set HF_HOME to another disk")
+    assert not [name for name in cache_files(tmp_path / "home") if "rank-" in name or "incomplete" in name]
 
-    def full(*args: object, **options: object) -> None:
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("huggingface_hub.file_download._chmod_and_move", full)
-    with pytest.raises(HubError, match="no room left on the disk of the cache; make room, or set HF_HOME"):
-        alone()
+def load_with_little_room(settings: Settings) -> None:
+    """No file may grow beyond a megabyte."""
+    hub_clients.point_at(settings)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    loader.load_model(REPO, device="cpu", subfolder="transformer")
 
 
 def test_no_network_is_said(filled: StandInHub, alone: Callable[..., Any]) -> None:

@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--self-contained", action="store_true", help="write replicated tensors into each rank's file")
     add("--overwrite", action="store_true", help="replace a set of the same degree")
     add("--dry-run", action="store_true", help="print the plan; read headers and configs only, write nothing")
+    add("--low-disk", action="store_true", help="of a Hub repo, have one weight file at a time on this disk")
     add("--json", action="store_true", help="print one JSON document instead of text")
     add("--quiet", action="store_true", help="print nothing but errors")
 
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace) -> None:
         self_contained=args.self_contained,
         overwrite=args.overwrite,
         dry_run=args.dry_run,
+        low_disk=args.low_disk,
     )
     with progress_bars(args.quiet) as new_progress:
         outcomes = convert_all(
