@@ -122,6 +122,8 @@ class StandInHub(ThreadingHTTPServer):
         self.objects: dict[str, File] = {}  # sha256 -> LFS object
         self.parts: dict[str, dict[int, bytes]] = {}
         self.part_nbytes: int | None = None  # objects longer than this are sent in parts
+        self.chunk_store: Path | None = None  # where a client that uses hf_xet puts what it uploads
+        self.chunked: dict[str, bytes] = {}  # sha256 -> content, of what such a client is expected to upload
         self.log: list[Request] = []
         self.faults: list[Fault] = []
         self.watch: Callable[[str, Request], None] | None = None  # called with a stage: start, body, end
@@ -412,6 +414,11 @@ class _Handler(BaseHTTPRequestHandler):
             answer.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, **known})
         raise _Answer(200, {"files": answer})
 
+    def _chunk_token(self, name: str, _: str) -> None:
+        self._repo(name)
+        self._check_write(name)
+        raise _Answer(200, {"casUrl": f"local://{self.server.chunk_store}", "accessToken": "token", "exp": 1 << 40})
+
     def _lfs_batch(self, name: str) -> None:
         self._repo(name)
         user = self._user()
@@ -483,6 +490,8 @@ class _Handler(BaseHTTPRequestHandler):
         if key == "file":
             files[path] = File(path, base64.b64decode(value["content"]))
         elif key == "lfsFile":
+            if value["oid"] in self.server.chunked:
+                self.server.objects[value["oid"]] = File(path, self.server.chunked[value["oid"]])
             if value["oid"] not in self.server.objects:
                 raise _refusal(400, f"{path}: its LFS object was never uploaded")
             files[path] = File(path, self.server.objects[value["oid"]].data)
@@ -538,6 +547,7 @@ _ROUTES: list[tuple[str, str, Callable[..., None]]] = [
     ("GET", rf"/api/models/{_REPO}(?:/revision/(.+))?", _Handler._info),
     ("GET", rf"/api/models/{_REPO}/tree/(.+)", _Handler._tree),
     ("POST", rf"/api/models/{_REPO}/preupload/(.+)", _Handler._preupload),
+    ("GET", rf"/api/models/{_REPO}/xet-write-token/(.+)", _Handler._chunk_token),
     ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", _Handler._lfs_batch),
     ("PUT", r"/upload/(\w+)/(\d+)", _Handler._upload),
     ("POST", r"/complete/(\w+)", _Handler._complete),

@@ -239,6 +239,25 @@ def test_large_files_go_in_parts(hub: StandInHub, client: Any, component: Path) 
     assert len([request for request in hub.log if request.path.startswith("/complete/")]) == 3
 
 
+@pytest.mark.slow
+def test_large_files_go_through_the_chunk_store(hub: StandInHub, component: Path, tmp_path: Path) -> None:
+    """The client's default way (hf_xet): the content goes to the chunk store, nothing to the older storage, and the
+    second push sends nothing."""
+    hub.chunk_store = tmp_path / "chunks"
+    files = {path: path.read_bytes() for path in component.glob("tp2/*.safetensors")}
+    hub.chunked = {shardconv.hub.digest_of(path, "0" * 64): data for path, data in files.items()}
+    settings = hub.settings(tmp_path / "home", HF_HUB_DISABLE_XET="0")
+    for _ in range(2):
+        hub.log.clear()
+        done = hub_clients.command(settings, "push", "--degrees", "2", component, REPO)
+        assert done.returncode == 0, done.stderr
+    assert writes(hub) == []
+    assert check_whole(hub.repos[REPO]) == ["tp2"]
+    assert hub.received_objects() == []
+    stored = sum(path.stat().st_size for path in hub.chunk_store.rglob("*") if path.is_file())
+    assert stored > 0.8 * sum(map(len, files.values()))
+
+
 def test_a_dry_run_asks_only(hub: StandInHub, client: Any, component: Path, capsys: Any) -> None:
     """`--dry-run --json` says what would be sent, and neither creates nor sends."""
     assert main(["push", "--dry-run", "--json", "--degrees", "2", str(component), REPO]) == 0
