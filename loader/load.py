@@ -20,6 +20,7 @@ from shardconv.header import REAL_FLOATS, FileHeader
 from shardconv.manifest import Manifest
 from shardconv.pagecache import is_cached
 
+from . import remote
 from .agreement import heed, together
 from .joining import join
 from .locate import find_set
@@ -44,11 +45,17 @@ def load_model(
     verify: bool = False,
     transfer: str | None = None,
     timeout: float = TIMEOUT_S,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
 ) -> nn.Module:
     """Load this rank's part of a converted model.
 
     Args:
-        path: what `shardconv convert` wrote: a component folder, an output folder with `subfolder`, or one set (`tp4`).
+        path: what `shardconv convert` wrote: a component folder, an output folder with `subfolder`, or one set (`tp4`);
+            or a Hub repo `org/name`, of which each rank fetches its own file and one rank of a node the shared ones.
             Its tp degree is the group's or a multiple of it (the smallest there is), whose slices are then joined.
         subfolder: the component inside `path`.
         device: where to; None is this rank's accelerator (LOCAL_RANK), else the CPU.
@@ -60,7 +67,8 @@ def load_model(
             an accelerator is copied to from it. "read" reads each file once, front to back: on the CPU into plain
             memory, to an accelerator through a few pinned buffers. None is "mmap" on the CPU, else "read".
         timeout: seconds that a rank which is done waits for the slowest before all raise, naming those that have not
-            answered; 10 minutes unless told otherwise.
+            answered; 10 minutes unless told otherwise. Downloads may take longer.
+        revision, token, cache_dir, local_files_only, force_download: of a Hub repo, as in diffusers' `from_pretrained`.
 
     A mapped file must stay as it is while the model lives. When another program shortens it, or the network disk under
     it goes away, touching a parameter ends the process (SIGBUS, no exception); when it is rewritten in place, weights
@@ -72,9 +80,13 @@ def load_model(
 
     Raises:
         LoadError: on every rank, with the reasons of the ranks that could not load.
-        SetError, CheckpointError, UsageError: the same when one process runs alone.
+        SetError, CheckpointError, UsageError, HubError: the same when one process runs alone.
     """
     ranks = ranks_of(group, timeout)
+    place, inside = path, subfolder
+    if remote.is_repo(path, ranks):
+        asking = remote.Asking(revision, token, cache_dir, local_files_only, force_download)
+        place, inside = remote.fetch_set(os.fspath(path), subfolder, ranks, asking), None
     model: nn.Module | None = None
 
     def load() -> str:
@@ -82,7 +94,7 @@ def load_model(
         _check_dtype(dtype)
         if transfer not in (None, *TRANSFERS):
             raise UsageError(f"transfer: expected {' or '.join(map(repr, TRANSFERS))}, found {transfer!r}")
-        model, conversion_id = _load_rank(path, subfolder, place_of(device), dtype, ranks, verify, transfer)
+        model, conversion_id = _load_rank(place, inside, place_of(device), dtype, ranks, verify, transfer)
         return f"{conversion_id} as {dtype or 'stored'}"
 
     ids = together(ranks, load)
@@ -92,6 +104,7 @@ def load_model(
             "every rank the same dtype"
         )
     assert model is not None
+    model.register_to_config(_name_or_path=os.fspath(path))  # type: ignore[operator]
     return model
 
 
@@ -130,7 +143,6 @@ def _load_rank(
     _attach(model, tensors, device)
     if ranks.size > 1:
         apply(model, resolution.modules, ranks)
-    model.register_to_config(_name_or_path=os.fspath(path))
     return model, manifest.conversion_id
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from shardconv.destination import sets_in
 from shardconv.errors import SetError, UsageError
 from shardconv.sources import MODEL_INDEX, pipeline_components
 
+from . import remote
 from .agreement import together
 from .load import load_model
 from .parallel import WAY_OUT
@@ -28,26 +31,35 @@ def load_pipeline(
     verify: bool = False,
     transfer: str | None = None,
     timeout: float = TIMEOUT_S,
+    revision: str | None = None,
+    token: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
     **components: Any,
 ) -> Any:
     """Load a converted pipeline folder: a diffusers pipeline, ready on `device`.
 
     Args:
-        path: the folder that `shardconv convert` wrote from a pipeline.
+        path: the folder that `shardconv convert` wrote from a pipeline, or a Hub repo that `shardconv push` filled.
         device, dtype, group, verify, transfer, timeout: as in `load_model`; `dtype` also goes to the other components.
+        revision, token, cache_dir, local_files_only, force_download: of a Hub repo, as in `load_model`.
         components: handed to `DiffusionPipeline.from_pretrained`, e.g. `text_encoder=None` or `variant="fp16"`.
 
     Every rank must call the pipeline with the same inputs and a generator seeded alike: noise that differs between
     ranks gives a wrong image without an error.
 
     Raises:
-        SetError, LoadError, UsageError: as `load_model`.
+        SetError, LoadError, UsageError, HubError: as `load_model`.
     """
     for name, instead in (("torch_dtype", "dtype"), ("subfolder", "load_model")):
         if name in components:
             raise UsageError(f"{name}: not an option here; use {instead}")
     ranks = ranks_of(group, timeout)
     place = together(ranks, lambda: place_of(device))[ranks.rank]
+    if remote.is_repo(path, ranks):
+        asking = remote.Asking(revision, token, cache_dir, local_files_only, force_download)
+        path = remote.fetch_pipeline(os.fspath(path), components, components.get("variant"), ranks, asking)
     sharded = together(ranks, lambda: _sharded_components(Path(path), components))[ranks.rank]
     for name in sharded:
         components[name] = load_model(
@@ -70,10 +82,26 @@ def load_pipeline(
 def _assemble(path: str | os.PathLike[str], components: dict[str, Any], place: torch.device, ranks: Ranks) -> Any:
     import diffusers
 
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(path, **components).to(place)
+    with _without_sets(Path(path), components) as folder:
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, **components).to(place)
+    pipeline.register_to_config(_name_or_path=os.fspath(path))
     if ranks.size > 1 and hasattr(pipeline, "load_lora_weights"):
         pipeline.load_lora_weights = _refuse_lora
     return pipeline
+
+
+@contextmanager
+def _without_sets(folder: Path, given: Mapping[str, Any]) -> Iterator[Path]:
+    """`folder`; with a variant, links to it without the components that are `given`: diffusers then looks for a dot in
+    the name of everything in a component's folder, and finds none in `tp4`."""
+    if given.get("variant") is None:
+        yield folder
+        return
+    with TemporaryDirectory(prefix="shardconv-pipeline-") as view:
+        for entry in folder.iterdir():
+            if entry.name not in given:
+                Path(view, entry.name).symlink_to(entry.absolute())
+        yield Path(view)
 
 
 def _refuse_lora(*args: Any, **kwargs: Any) -> None:

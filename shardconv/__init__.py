@@ -8,6 +8,7 @@ from ._version import __version__
 from .conversion import convert
 from .errors import (
     CheckpointError,
+    HubError,
     LoadError,
     OutputError,
     PlanError,
@@ -18,11 +19,13 @@ from .errors import (
 )
 from .manifest import Manifest
 from .merging import merge
+from .pushing import push
 from .resharding import reshard
 from .verifying import verify
 
 __all__ = [
     "CheckpointError",
+    "HubError",
     "LoadError",
     "Manifest",
     "OutputError",
@@ -34,6 +37,7 @@ __all__ = [
     "__version__",
     "convert",
     "merge",
+    "push",
     "reshard",
     "verify",
 ]

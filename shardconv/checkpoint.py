@@ -148,19 +148,20 @@ def refuse_file(path: Path) -> CheckpointError:
     return CheckpointError(f"{path}: expected a component folder with {CONFIG_NAME}, found one file; give its folder")
 
 
-def select_files(names: Iterable[str], variant: str | None) -> Selection | None:
+def select_files(names: Iterable[str], variant: str | None, stem: str = WEIGHTS_STEM) -> Selection | None:
     """The index or single weight file that `from_pretrained(variant=...)` takes among `names`; None when none fits.
 
     Names as diffusers has used them: `X.safetensors.index.fp16.json` (now), `X.safetensors.fp16.index.json` (before),
-    `X.fp16.safetensors`. A folder without files of the variant falls back to the default files, as pipelines do.
+    `X.fp16.safetensors`. A folder without files of the variant falls back to the default files, as pipelines do. `stem`
+    is the X; transformers' components have "model".
     """
     present = set(names)
     tags = [variant, None] if variant else [None]
     for tag in tags:
-        indexes = [f"{WEIGHTS_STEM}.safetensors.index{'.' + tag if tag else ''}.json"]
+        indexes = [f"{stem}.safetensors.index{'.' + tag if tag else ''}.json"]
         if tag:
-            indexes.append(f"{WEIGHTS_STEM}.safetensors.{tag}.index.json")
-        single = f"{WEIGHTS_STEM}{'.' + tag if tag else ''}.safetensors"
+            indexes.append(f"{stem}.safetensors.{tag}.index.json")
+        single = f"{stem}{'.' + tag if tag else ''}.safetensors"
         index = next((name for name in indexes if name in present), None)
         if index or single in present:
             return Selection(index, None if index else single, tag)

@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from . import engine
+from . import engine, lowdisk
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .destination import (
     PartialFolder,
@@ -23,6 +23,7 @@ from .destination import (
     sets_in,
 )
 from .errors import CheckpointError, OutputError, SetError, ShardconvError, ShardconvWarning, UsageError
+from .fetching import Snapshot
 from .journal import Journal, conversion_key, finished
 from .manifest import Manifest
 from .pagecache import ReadAhead
@@ -44,6 +45,7 @@ class Outcome:
     manifest: Manifest
     warnings: tuple[str, ...]
     was_there: bool  # the same set stood there already, so nothing was written
+    download: Mapping[str, int] | None = None  # of a Hub repo, in a dry run, all components': name -> bytes
 
 
 NewProgress = Callable[[str, int], "engine.Progress"]  # (what, total bytes) -> called with bytes just dealt with
@@ -62,6 +64,7 @@ def convert(
     self_contained: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
+    low_disk: bool = False,
 ) -> Manifest:
     """Pre-shard a diffusers checkpoint for `tp` ranks.
 
@@ -80,6 +83,7 @@ def convert(
         self_contained: write replicated tensors into each rank's file instead of once into a shared one.
         overwrite: replace a set of the same degree, in one step.
         dry_run: read headers and configs only, write nothing.
+        low_disk: of a Hub repo, have one weight file at a time on this disk, beside what is written, none in the cache.
 
     Returns:
         The manifest of the set; of a pipeline with several sharded components, that of the first.
@@ -89,7 +93,7 @@ def convert(
             found; nothing is left behind. Advice that does not stop the work comes as `ShardconvWarning`.
     """
     name = None if dtype is None else str(dtype).removeprefix("torch.")
-    options = Options(tp, variant, name, _as_plan(plan), self_contained, overwrite, dry_run)
+    options = Options(tp, variant, name, _as_plan(plan), self_contained, overwrite, dry_run, low_disk)
     outcomes = convert_all(source, out, options, subfolder=subfolder, revision=revision)
     for text in [text for outcome in outcomes for text in outcome.warnings]:
         python_warnings.warn(text, ShardconvWarning, stacklevel=2)
@@ -125,25 +129,36 @@ def convert_all(
     if subfolder is not None and (Path(subfolder).is_absolute() or ".." in Path(subfolder).parts):
         raise UsageError(f"--subfolder: expected a folder inside the source, found {subfolder!r}")
     out = Path(out)
-    located = locate(source, subfolder, revision, options.variant)
-    cold = cold_weights(located.folder, subfolder)
+    located = locate(source, subfolder, revision, options.variant, options.dry_run or options.low_disk)
+    if options.low_disk and not located.snapshot:
+        raise UsageError(f"--low-disk: of a Hub repo, {source} is here already; leave it out")
+    scarce = located.snapshot if options.low_disk else None
+    cold = cold_weights(located.folder, subfolder) if not scarce else []
     with ReadAhead(cold, 0 if options.dry_run else READ_AHEAD_NBYTES):
         jobs = prepare(located, subfolder, out, options)
     for job in jobs:
         _check_siblings(job, job.manifest)
     sharded = [job.component for job in jobs]
     rest = rest_of_pipeline(located.folder, sharded) if located.is_pipeline and subfolder is None else []
-    issues = check_links(located.folder, out, rest)
+    if located.snapshot and (options.dry_run or options.low_disk):  # these files are not here
+        rest = located.snapshot.rest(sharded) if rest else []
+        issues = lowdisk.rest_issues(located.snapshot, out, rest)
+    else:
+        issues = check_links(located.folder, out, rest)
     if issues:
         raise OutputError(*issues)
     there = [_existing(job, options, new_progress) for job in jobs]
     if options.dry_run:
-        return [Outcome(job.component, job.folder, job.manifest, job.warnings, False) for job in jobs]
+        download = located.snapshot.missing() if located.snapshot else None
+        return [Outcome(job.component, job.folder, job.manifest, job.warnings, False, download) for job in jobs]
     needed = sum(
         max(0, job.plan.layout.nbytes - leftover_nbytes(job.folder))
         for job, known in zip(jobs, there, strict=True)
         if known is None
     )
+    if scarce:
+        needed += sum(scarce.listing.files[name].nbytes for name in rest if not (out / name).exists())
+        needed += max(file.header.file_nbytes for job in jobs for file in job.checkpoint.files)
     issues = check_space(out, needed) if needed else []
     if issues:
         raise OutputError(*issues)
@@ -151,9 +166,12 @@ def convert_all(
     for job, known in zip(jobs, there, strict=True):
         if known is not None:
             clear_leftovers(job.folder)
-        manifest = known or _execute(job, options.overwrite, cold, new_progress, tell)
+        manifest = known or _execute(job, options.overwrite, cold, new_progress, tell, scarce)
         outcomes.append(Outcome(job.component, job.folder, manifest, job.warnings, known is not None))
-    link_files(located.folder, out, rest)
+    if scarce:
+        lowdisk.bring_rest(scarce, out, rest)
+    else:
+        link_files(located.folder, out, rest)
     return outcomes
 
 
@@ -177,6 +195,11 @@ def _existing(job: Job, options: Options, new_progress: NewProgress) -> Manifest
             raise OutputError(*(f"{issue}; or add --overwrite" for issue in error.issues)) from None
         if options.dry_run:  # it reads no weights, so it cannot tell more
             return there
+        if options.low_disk:  # nor does this; but a commit has one content
+            files = tuple(replace(file, digest="") for file in there.source.files)
+            if replace(there.source, files=files) == job.manifest.source:
+                return there
+            raise OutputError(f"{job.folder}: holds a conversion of another commit; add --overwrite to replace it")
         progress = new_progress("compare", job.plan.read_nbytes)
         if _with_source_digests(job, engine.digest_sources(job.plan, progress)).source.files == there.source.files:
             return there
@@ -211,11 +234,17 @@ def _check_siblings(job: Job, manifest: Manifest) -> None:
 
 
 def _execute(
-    job: Job, overwrite: bool, cold: Sequence[Path], new_progress: NewProgress, tell: Callable[[str], None]
+    job: Job,
+    overwrite: bool,
+    cold: Sequence[Path],
+    new_progress: NewProgress,
+    tell: Callable[[str], None],
+    scarce: Snapshot | None,
 ) -> Manifest:
+    """Write one set; with `scarce`, weight files come from that snapshot's repo one at a time."""
     layout, total = job.plan.layout, job.plan.read_nbytes
     files = {file.name: file.nbytes for file in layout.files}
-    key = conversion_key(job.manifest, [file.path for file in job.checkpoint.files])
+    key = conversion_key(job.manifest, [] if scarce else [file.path for file in job.checkpoint.files])
     try:
         with PartialFolder(job.folder) as partial:
             done = finished(partial.path, key, files)
@@ -226,7 +255,10 @@ def _execute(
             progress(there)
             outputs = partial.create(files, keep=bool(done))
             with Journal(partial.path, key, outputs) as journal:
-                digests = engine.run(job.plan, outputs, progress, cold, done, journal.add)
+                if scarce:
+                    digests = lowdisk.run(job, scarce, outputs, progress, done, journal)
+                else:
+                    digests = engine.run(job.plan, outputs, progress, cold, done, journal.add)
             _check_tied(job, digests)
             manifest = _with_source_digests(job, {name: each.source for name, each in digests.items()})
             _check_siblings(job, manifest)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM
-from .errors import OutputError
+from .errors import HubError, OutputError
 from .layout import REPLICATED_FILE
 
 JOURNAL_NAME = "progress.jsonl"  # what a folder under construction says about itself
@@ -244,7 +244,7 @@ class PartialFolder:
         with _undisturbed():
             for fd in self._fds:
                 os.close(fd)
-            if not self._published:
+            if not self._published and not isinstance(error, HubError):  # after a lost connection the next run goes on
                 _remove_our_files(self._partial)
                 for path in self._written:
                     path.unlink(missing_ok=True)

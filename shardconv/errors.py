@@ -6,7 +6,8 @@
     |-- PlanError       (ValueError)    the plan, the model and the degree do not fit together
     |-- OutputError     (OSError)       the target folder cannot take the set
     |-- SetError        (ValueError)    a converted set is damaged, incomplete or of another conversion
-    `-- LoadError       (RuntimeError)  a set cannot be loaded on this group of ranks
+    |-- LoadError       (RuntimeError)  a set cannot be loaded on this group of ranks
+    `-- HubError        (OSError)       the Hub refuses, cannot be reached, or lacks what was asked for
 
 A fault reads `subject: expected X, found Y; what to do`. Checks gather every fault and raise once. Names in it may come
 from files that others wrote, so a fault is made one line of printable text, of bounded length.
@@ -74,6 +75,12 @@ class SetError(ShardconvError, ValueError):
 
 class LoadError(ShardconvError, RuntimeError):
     """A set cannot be loaded on this group of ranks."""
+
+
+class HubError(ShardconvError, OSError):
+    """The Hub refuses, cannot be reached, or lacks what was asked for."""
+
+    kind: str = ""  # "gated", "no repo", "no revision"; "" is anything else
 
 
 def every(work: Callable[[_Item], _Result], items: Iterable[_Item], mixed: type[ShardconvError]) -> list[_Result]:

@@ -1,82 +1,323 @@
-"""The only module that talks to the Hub, through huggingface_hub."""
+"""The only module that talks to the Hub, through huggingface_hub. Every error it raises is a `HubError`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import hashlib
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
-from .checkpoint import CONFIG_NAME, read_index, select_files
-from .errors import CheckpointError, ShardconvError
+from .checkpoint import MANIFEST_NAME
+from .errors import HubError
+from .hub_errors import patiently
+
+FETCHING = 8  # files at once
+SMALL_NBYTES = 1 << 20  # below it, files are sent together
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A repo's files on this disk."""
+class RemoteFile:
+    """A file of a repo at one commit."""
 
-    folder: Path
+    name: str  # path in the repo
+    nbytes: int
+    digest: str  # sha256 of a large file, git's sha1 of a small one, hex; "" when only the cache was asked
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A repo at one commit."""
+
     commit: str
+    files: Mapping[str, RemoteFile]
+    gated: str  # "auto", "manual", or "" when it is not
 
 
-def fetch(repo: str, revision: str | None, subfolder: str | None, variant: str | None) -> Snapshot:
-    """Download what a conversion of `repo` reads, pinned to the commit that `revision` names now.
+def is_repo_name(name: str) -> bool:
+    """Whether a SOURCE that is no path here can be a repo, `org/name`."""
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name))
 
-    `subfolder` limits it to one component. Of each component the variant's weight files come, or the default ones
-    where there is no such variant. Raises `CheckpointError` when the Hub refuses.
-    """
+
+def cache_folder(cache_dir: str | None) -> Path:
+    """Where the client keeps what it fetched."""
+    from huggingface_hub import constants
+
+    return Path(cache_dir or constants.HF_HUB_CACHE)
+
+
+def degrees_in(listing: Listing, component: str) -> dict[int, str]:
+    """tp degree -> folder of the sets of a component ("" for the root) in a repo."""
+    pattern = re.compile(rf"({re.escape(component)}{'/' if component else ''}tp([1-9]\d*))/{re.escape(MANIFEST_NAME)}")
+    found = [match for name in listing.files if (match := pattern.fullmatch(name))]
+    return dict(sorted((int(match[2]), match[1]) for match in found))
+
+
+def digest_of(path: Path, like: str) -> str:
+    """The digest of a file, of the kind that `like` is."""
+    digest = hashlib.sha256() if len(like) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Repo:
+    """A model repo, and how this process may ask for it."""
+
+    name: str
+    token: str | None = field(default=None, repr=False)  # None: the one of `hf auth login` or HF_TOKEN
+    cache_dir: str | None = None  # None: the client's own
+    local_files_only: bool = False
+    subject: str = ""  # of error messages; "": the name
+
+    @property
+    def offline(self) -> bool:
+        """Whether the Hub must not be asked."""
+        from huggingface_hub import constants
+
+        return self.local_files_only or bool(constants.HF_HUB_OFFLINE)
+
+    def _ask(self, call: Callable[[Any], T], subject: str = "") -> T:
+        """`call` with the client, patiently."""
+        import huggingface_hub
+
+        secrets = tuple(filter(None, (self.token, huggingface_hub.get_token())))
+        api = huggingface_hub.HfApi(token=self.token)
+        return patiently(subject or self.subject or self.name, secrets, lambda: call(api))
+
+    # Reading
+
+    def listing(self, revision: str | None) -> Listing:
+        """What the repo holds at `revision` (None: its main branch). Offline: what the cache has of it."""
+        if self.offline:
+            return self._cached_listing(revision)
+        info = self._ask(lambda api: api.model_info(self.name, revision=revision, files_metadata=True))
+        return Listing(
+            str(info.sha),
+            {
+                each.rfilename: RemoteFile(
+                    each.rfilename, int(each.size or 0), str(each.lfs.sha256 if each.lfs else each.blob_id or "")
+                )
+                for each in info.siblings or []
+            },
+            str(info.gated or ""),
+        )
+
+    def _cached_listing(self, revision: str | None) -> Listing:
+        folder = Path(
+            self._ask(
+                lambda api: api.snapshot_download(
+                    self.name, revision=revision, cache_dir=self.cache_dir, local_files_only=True
+                ),
+                f"{self.name} at {revision or 'main'}",
+            )
+        )
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        names = [path.relative_to(folder).as_posix() for path in paths]
+        files = {name: RemoteFile(name, path.stat().st_size, "") for name, path in zip(names, paths, strict=True)}
+        return Listing(folder.name, files, "")
+
+    def pin(self, revision: str | None, names: Sequence[str]) -> Listing:
+        """As `listing`, and the cache remembers which commit `revision` was, so that it can be found offline.
+
+        For that the first of `names` that the repo has is fetched by the name of the revision.
+        """
+        found = self.listing(revision)
+        first = next((name for name in names if name in found.files), None)
+        if self.offline or first is None or (revision and _COMMIT.fullmatch(revision)):
+            return found
+        path = self._ask(lambda api: api.hf_hub_download(self.name, first, revision=revision, cache_dir=self.cache_dir))
+        commit = Path(path).parents[first.count("/")].name
+        return found if commit == found.commit else self.listing(commit)  # somebody has just pushed
+
+    def fetch(self, listing: Listing, names: Iterable[str], *, force: bool = False) -> Path:
+        """Bring files into the cache, unless they are there; returns the folder of the snapshot.
+
+        What is downloaded is compared with the Hub's digest, and thrown away when it differs.
+        """
+        names = sorted(set(names))
+        with ThreadPoolExecutor(FETCHING, "shardconv-fetch") as executor:
+            pending = [executor.submit(self._fetch_one, listing, name, force) for name in names]
+            try:
+                paths = [each.result() for each in pending]
+            finally:
+                for each in pending:
+                    each.cancel()
+        return paths[0].parents[names[0].count("/")]
+
+    def cached(self, listing: Listing, name: str) -> Path | None:
+        """Where a file is in the cache, at its full length."""
+        import huggingface_hub
+
+        path = huggingface_hub.try_to_load_from_cache(
+            self.name, name, revision=listing.commit, cache_dir=self.cache_dir
+        )
+        known = listing.files.get(name)
+        is_there = isinstance(path, str) and (
+            known is None or not known.digest or Path(path).stat().st_size == known.nbytes
+        )
+        return Path(path) if is_there else None
+
+    def _fetch_one(self, listing: Listing, name: str, force: bool) -> Path:
+        subject = f"{self.subject or self.name}: {name}"
+        options = {"revision": listing.commit, "cache_dir": self.cache_dir, "local_files_only": self.local_files_only}
+        is_new = force or not self.cached(listing, name)
+        path = Path(
+            self._ask(lambda api: api.hf_hub_download(self.name, name, **options, force_download=is_new), subject)
+        )
+        if is_new:
+            _check_arrived(path, listing, name, subject)
+        return path
+
+    def download(self, listing: Listing, name: str, folder: Path) -> Path:
+        """Bring a file to `folder`, not into the cache; one that is there already is looked at, not fetched again."""
+        subject = f"{self.subject or self.name}: {name}"
+        options = {"revision": listing.commit, "local_dir": folder}
+        path = Path(self._ask(lambda api: api.hf_hub_download(self.name, name, **options), subject))
+        _check_arrived(path, listing, name, subject)
+        return path
+
+    def read_start(self, listing: Listing, name: str, nbytes: int) -> bytes:
+        """The first `nbytes` of a file, from the cache or by a byte range; nothing is kept."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        path = self.cached(listing, name)
+        if path:
+            with open(path, "rb") as file:
+                return file.read(nbytes)
+
+        def read(api: Any) -> bytes:
+            url = hf_hub_url(self.name, name, revision=listing.commit, endpoint=api.endpoint)
+            headers = {**build_hf_headers(token=self.token), "Range": f"bytes=0-{nbytes - 1}"}
+            with get_session().stream("GET", url, headers=headers, timeout=30) as response:
+                hf_raise_for_status(response)
+                data = bytearray()
+                for chunk in response.iter_bytes(1 << 16):
+                    data += chunk
+                    if len(data) >= nbytes:  # also where the range was ignored
+                        break
+            return bytes(data[:nbytes])
+
+        return self._ask(read, f"{self.subject or self.name}: {name}")
+
+    def read(self, listing: Listing, name: str) -> bytes:
+        """A small file, whole; nothing is kept."""
+        return self.read_start(listing, name, max(1, listing.files[name].nbytes))
+
+    # Writing
+
+    def user(self) -> tuple[str, str]:
+        """(name, role of the token: "write", "read", "fineGrained" or "")."""
+        info = self._ask(lambda api: api.whoami())
+        return str(info["name"]), str(info.get("auth", {}).get("accessToken", {}).get("role", ""))
+
+    def check_write(self) -> None:
+        """Raises when this token may not write to the repo (with a client that can ask)."""
+        name, role = self.user()
+        if role == "read":
+            raise HubError(f"{self.name}: {name}'s token may only read; use one that may write: hf auth login")
+
+        def check(api: Any) -> None:
+            if "write" in inspect.signature(api.auth_check).parameters:
+                api.auth_check(self.name, write=True)
+
+        self._ask(check)
+
+    def create(self, private: bool, gated: str) -> None:
+        """Create the repo; `gated` as in `Listing`."""
+        self._ask(lambda api: api.create_repo(self.name, private=private, exist_ok=True))
+        if gated:
+            self._ask(lambda api: api.update_repo_settings(self.name, gated=gated))
+
+    def create_branch(self, branch: str) -> None:
+        """From the head of main."""
+        self._ask(lambda api: api.create_branch(self.name, branch=branch, exist_ok=True))
+
+    def upload(self, branch: str, names: Mapping[str, Path | bytes], new_pull: bool) -> list[Any]:
+        """Send the large ones among files (name in the repo -> file here, or its content) that the Hub does not hold
+        yet; nothing shows in the repo. Returns what `commit` takes.
+
+        One after the other, so that those that arrived are not sent again after a failure.
+        """
+        import huggingface_hub
+
+        def send(additions: list[Any]) -> None:
+            options = {"revision": branch, "create_pr": new_pull, "free_memory": False}
+            subject = f"{self.name}: {additions[0].path_in_repo}"
+            self._ask(lambda api: api.preupload_lfs_files(self.name, additions, **options), subject)
+
+        additions = [huggingface_hub.CommitOperationAdd(name, content) for name, content in names.items()]
+        small = [each for each in additions if each.upload_info.size < SMALL_NBYTES]
+        for batch in [small, *([each] for each in additions if each not in small)]:
+            if batch:
+                send(batch)
+        return additions
+
+    def commit(
+        self, branch: str, parent: str, message: str, additions: Sequence[Any], deletions: Iterable[str], new_pull: bool
+    ) -> tuple[str, str, str]:
+        """One commit on top of `parent`, of files that were uploaded and of names to delete.
+
+        Returns (commit, branch for further commits, URL of the commit or of the new pull request).
+        """
+        import huggingface_hub
+
+        operations = [*additions, *(huggingface_hub.CommitOperationDelete(name, is_folder=False) for name in deletions)]
+        info = self._ask(
+            lambda api: api.create_commit(
+                self.name,
+                operations,
+                commit_message=message,
+                revision=branch,
+                parent_commit=parent,
+                create_pr=new_pull,
+            )
+        )
+        return str(info.oid), str(info.pr_revision or branch), str(info.pr_url or info.commit_url)
+
+
+def card_metadata(text: str) -> dict[str, Any]:
+    """The front matter of a model card; empty when there is none that can be read."""
     import huggingface_hub
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        info = huggingface_hub.HfApi().repo_info(repo, revision=revision)
-        commit = str(info.sha)
-        names = [sibling.rfilename for sibling in info.siblings or []]
-        wanted = wanted_files(names, subfolder, variant)
-        if not wanted:
-            raise CheckpointError(f"{repo}: nothing to convert in {subfolder or 'the repo'}; check the name")
-        for index in [name for name in wanted if ".safetensors." in name]:
-            path = Path(huggingface_hub.hf_hub_download(repo, index, revision=commit))
-            prefix = index.rpartition("/")[0]
-            wanted += [f"{prefix}/{name}" if prefix else name for name in sorted(set(read_index(path).values()))]
-        folder = huggingface_hub.snapshot_download(repo, revision=commit, allow_patterns=sorted(set(wanted)))
-    except ShardconvError:
-        raise
-    except GatedRepoError:
-        raise CheckpointError(
-            f"{repo}: the Hub says: gated; accept its terms there and log in: hf auth login"
-        ) from None
-    except RepositoryNotFoundError:
-        raise CheckpointError(
-            f"{repo}: not a folder here, and the Hub says: repository not found; check the name, or log in if it is "
-            "private: hf auth login"
-        ) from None
-    except Exception as error:  # of the network, in whatever client the Hub library uses
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{repo}: not a folder here, and the Hub says: {first}") from None
-    return Snapshot(Path(folder), commit)
+        return dict(huggingface_hub.ModelCard(text, ignore_metadata_errors=True).data.to_dict())
+    except ValueError:
+        return {}
 
 
-def wanted_files(names: Iterable[str], subfolder: str | None, variant: str | None) -> list[str]:
-    """Of a repo's file names, those a conversion reads (weight files named by an index are added from the index)."""
-    folders: dict[str, list[str]] = {}
-    for name in names:
-        folder, _, base = name.rpartition("/")
-        folders.setdefault(folder, []).append(base)
-    wanted = []
-    for folder, bases in folders.items():
-        if subfolder is not None and folder != subfolder:
-            continue
-        selection = select_files(bases, variant) if CONFIG_NAME in bases else None
-        chosen = _small_files(bases)
-        if selection:
-            chosen += [name for name in (selection.index, selection.single) if name]
-        elif folder or "model_index.json" not in bases:
-            chosen += [name for name in bases if name.endswith((".safetensors", ".safetensors.index.json"))]
-        wanted += [f"{folder}/{name}" if folder else name for name in dict.fromkeys(chosen)]
-    return wanted
+def front_matter(metadata: Mapping[str, Any]) -> str:
+    """The lines that a model card begins with."""
+    import huggingface_hub
+
+    return f"---\n{huggingface_hub.ModelCardData(**metadata).to_yaml()}\n---\n"
 
 
-def _small_files(bases: Iterable[str]) -> list[str]:
-    """Configs, tokenizers and licences: all that is neither weights nor an index of weights."""
-    kept = (".json", ".txt", ".model", ".md", ".jinja")
-    return [name for name in bases if (name.endswith(kept) and ".index" not in name) or name.startswith("LICENSE")]
+def _check_arrived(path: Path, listing: Listing, name: str, subject: str) -> None:
+    """Throw a downloaded file away, and raise, when it is not what the Hub has."""
+    expected = listing.files[name].digest if name in listing.files else ""
+    if expected and digest_of(path, expected) != expected:
+        discard(path)
+        raise HubError(
+            f"{subject}: arrived altered (its digest is not the Hub's) and was thrown away; run again, or fetch it "
+            "afresh with force_download=True"
+        )
+
+
+def discard(path: Path) -> None:
+    """Remove a file of the cache: its link in the snapshot and what the link leads to."""
+    while path.is_symlink():
+        target = path.parent / os.readlink(path)
+        path.unlink(missing_ok=True)
+        path = target
+    path.unlink(missing_ok=True)

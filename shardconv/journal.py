@@ -82,6 +82,7 @@ class Journal:
         self._file.write(b"\n" if self._file.tell() else _key_line(key) + b"\n")  # the last line may be torn
         self._pending: list[bytes] = []
         self._lock = threading.Lock()
+        self._turn = threading.Lock()  # of whoever commits
         self._stop = threading.Event()
         self._error: OSError | None = None
         self._thread = threading.Thread(target=self._run, name="shardconv-journal")
@@ -96,12 +97,16 @@ class Journal:
     def _run(self) -> None:
         try:
             while not self._stop.wait(INTERVAL_S):
-                self._commit()
+                self.commit()
         except OSError as error:  # the system reports a failed write-back once, so it must not be lost
             self._error = error
 
-    def _commit(self) -> None:
+    def commit(self) -> None:
         """Make the tensors added so far durable, then say so."""
+        with self._turn:
+            self._commit()
+
+    def _commit(self) -> None:
         with self._lock:
             lines, self._pending = self._pending, []
         if not lines:

@@ -34,6 +34,7 @@ class Options:
     self_contained: bool = False
     overwrite: bool = False
     dry_run: bool = False
+    low_disk: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import models
 from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, leads_out, read_config, refuse_file
@@ -13,6 +14,9 @@ from .errors import CheckpointError, PlanError, UsageError
 from .jsonfile import parse, read_bounded
 from .pagecache import is_cached
 from .planner import Planner
+
+if TYPE_CHECKING:
+    from .fetching import Snapshot
 
 MODEL_INDEX = "model_index.json"
 
@@ -24,13 +28,21 @@ class Located:
     folder: Path
     repo: str | None
     commit: str | None
+    snapshot: Snapshot | None = None  # of the repo
 
     @property
     def is_pipeline(self) -> bool:
         return (self.folder / MODEL_INDEX).is_file()
 
 
-def locate(source: str | os.PathLike[str], subfolder: str | None, revision: str | None, variant: str | None) -> Located:
+def locate(
+    source: str | os.PathLike[str],
+    subfolder: str | None,
+    revision: str | None,
+    variant: str | None,
+    headers_only: bool = False,
+) -> Located:
+    """Find a source, or fetch it; of a repo's weight files only the headers when these will do."""
     path = Path(source)
     if path.exists() and revision is not None:
         raise UsageError(f"--revision: of a Hub repo; {path} is here, a revision cannot be chosen; leave it out")
@@ -41,10 +53,12 @@ def locate(source: str | os.PathLike[str], subfolder: str | None, revision: str 
     name = os.fspath(source)
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
         raise CheckpointError(f"{name}: no such folder; give a diffusers folder or a Hub repo id such as org/name")
-    from . import hub
+    from .fetching import fetch
+    from .hub import Repo
 
-    snapshot = hub.fetch(name, revision, subfolder, variant)
-    return Located(snapshot.folder, name, snapshot.commit)
+    repo = Repo(name, subject=f"{name}: not a folder here, and the Hub says")
+    snapshot = fetch(repo, revision, subfolder, variant, headers_only)
+    return Located(snapshot.folder, name, snapshot.listing.commit, snapshot)
 
 
 def cold_weights(folder: Path, subfolder: str | None) -> list[Path]:

@@ -1,9 +1,42 @@
-"""What holds for every test: no network, and one torch thread in this process and in every process it starts."""
+"""What holds for every test: no network, and one torch thread in this process and in every process it starts.
+
+Tests of the Hub take the fixtures `hub`, a stand-in on this machine, and `client`, which makes this process its client.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # read by torch when it is imported, which many tests never do
     os.environ[_name] = "1"
+
+
+@pytest.fixture
+def hub() -> Iterator[object]:
+    """A `StandInHub`, empty."""
+    import stand_in_hub
+
+    with stand_in_hub.serving() as server:
+        yield server
+
+
+@pytest.fixture
+def client(hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """This process asks `hub`, as alice, who may write to org; the value are the settings. Nothing waits."""
+    import hub_clients
+    import huggingface_hub.constants
+
+    settings = hub.settings(tmp_path / "home")
+    for name, value in hub_clients.constants(settings).items():
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", settings["HF_TOKEN"])
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    huggingface_hub.utils.disable_progress_bars()
+    huggingface_hub.utils.logging.set_verbosity_error()
+    yield settings
+    huggingface_hub.close_session()

@@ -26,7 +26,7 @@ from shardconv.cli.main import VERBS, main, parser
 FLAGS = {
     "convert": [
         "SOURCE", "OUT", "--help", "--tp", "--subfolder", "--variant", "--revision", "--dtype", "--plan",
-        "--self-contained", "--overwrite", "--dry-run", "--json", "--quiet",
+        "--self-contained", "--overwrite", "--dry-run", "--low-disk", "--json", "--quiet",
     ],
     "inspect": ["PATH", "--help", "--tensors", "--json", "--svg"],
     "verify": ["PATH", "--help", "--source", "--json", "--quiet"],
@@ -34,6 +34,10 @@ FLAGS = {
         "PATH", "OUT", "--help", "--tp", "--self-contained", "--no-self-contained", "--overwrite", "--json", "--quiet"
     ],
     "merge": ["PATH", "OUT", "--help", "--max-shard-size", "--json", "--quiet"],
+    "push": [
+        "OUT", "REPO_ID", "--help", "--private", "--revision", "--create-pr", "--degrees", "--commit-message",
+        "--dry-run", "--json", "--quiet",
+    ],
     "demo": ["--help", "--model", "--keep"],
 }  # fmt: skip
 
@@ -289,7 +293,7 @@ def test_the_flags_are_frozen() -> None:
         alone = argparse.ArgumentParser()
         verb.add_arguments(alone)
         usage = " ".join(alone.format_usage().split())
-        positional = re.findall(r" ([A-Z]+)(?= |$)", re.sub(r"\[.*?\]|--\S+ \S+", "", usage))
+        positional = re.findall(r" ([A-Z_]+)(?= |$)", re.sub(r"\[.*?\]|--\S+ \S+", "", usage))
         found[verb.NAME] = positional + re.findall(r"--[a-z-]+", usage.replace("-h", "--help", 1))
     assert found == FLAGS
 

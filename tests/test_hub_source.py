@@ -2,222 +2,368 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import shutil
+import struct
+from collections import Counter
 from pathlib import Path
-from threading import Thread
-from urllib.parse import unquote, urlsplit
+from typing import Any
 
+import diffusers
+import hub_clients
 import pytest
+import torch
 import toys
 from small_pipelines import build_flux_pipeline
+from stand_in_hub import File, Repo, StandInHub, User
 
-from shardconv import Manifest, convert
+from shardconv import CheckpointError, HubError, Manifest, ShardconvError, convert
+from shardconv.cli.main import main
 
 REPO = "org/tiny"
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-class StandInHub(ThreadingHTTPServer):
-    """Serves one repo, the files under `folder`, at one commit; `log` holds every request as "METHOD path"."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder = folder
-        self.log: list[str] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def files(self) -> list[str]:
-        return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file())
-
-    def fetched(self) -> set[str]:
-        """Names of the files whose content was asked for."""
-        found = (re.fullmatch(rf"GET /{REPO}/resolve/{COMMIT}/(.*)", line) for line in self.log)
-        return {match[1] for match in found if match}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: StandInHub
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args: object) -> None:
-        """The log is the server's."""
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        self.server.log.append(f"{self.command} {path}")
-        files = self.server.files()
-        resolve, api = f"/{REPO}/resolve/", f"/api/models/{REPO}"
-        if path in (api, f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
-            self._json({"id": REPO, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]})
-        elif path == f"{api}/tree/{COMMIT}":
-            self._json([self._entry(name) for name in files])
-        elif path.startswith(resolve) and path.removeprefix(resolve).partition("/")[2] in files:
-            self._file(path.removeprefix(resolve).partition("/")[2])
-        else:
-            code = "EntryNotFound" if path.startswith(resolve) else "RepoNotFound"
-            self._json({"error": "Not found"}, 404, {"X-Error-Code": code})
-
-    def _entry(self, name: str) -> dict[str, object]:
-        data = (self.server.folder / name).read_bytes()
-        return {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-
-    def _file(self, name: str) -> None:
-        data = (self.server.folder / name).read_bytes()
-        etag = f'"{hashlib.sha256(data).hexdigest()}"'
-        self._send(200, data, {"ETag": etag, "X-Repo-Commit": COMMIT, "Content-Type": "application/octet-stream"})
-
-    def _json(self, document: object, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        self._send(status, json.dumps(document).encode(), {"Content-Type": "application/json"} | (headers or {}))
-
-    def _send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for key, value in (headers | {"Content-Length": str(len(data))}).items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
+SAYS = f"{REPO}: not a folder here, and the Hub says: "
+PART = {"subfolder": "transformer", "tp": 2}
 
 
 @pytest.fixture(scope="module")
 def pipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repo's files: a small FluxPipeline with a variant, stale weights beside the index and a root-level file."""
+    """The repo's files: a small FluxPipeline, most components with a variant, stale weights beside an index, a set,
+    a root-level file and a folder of another framework."""
     folder = tmp_path_factory.mktemp("repo") / "tiny"
-    build_flux_pipeline().save_pretrained(folder, max_shard_size="2MB")
+    pipeline = build_flux_pipeline()
+    pipeline.save_pretrained(folder, max_shard_size="2MB")
     toys.small_models.build("flux", 5).save_pretrained(folder / "transformer", variant="fp16", max_shard_size="2MB")
+    pipeline.text_encoder.save_pretrained(folder / "text_encoder", variant="fp16")
+    pipeline.text_encoder_2.save_pretrained(folder / "text_encoder_2", variant="fp16", max_shard_size="50kB")
     toys.write_weights(folder / "transformer" / toys.SINGLE, {})
     (folder / "flux1-dev.safetensors").write_bytes(b"never fetched")
     (folder / "README.md").write_text("card")
+    (folder / "vae" / "onnx").mkdir()
+    (folder / "vae" / "onnx" / "model.onnx").write_bytes(b"never fetched")
+    (folder / "text_encoder" / "pytorch_model.bin").write_bytes(b"never fetched")
     return folder
 
 
 @pytest.fixture
-def hub(pipe: Path) -> Iterator[StandInHub]:
-    server = StandInHub(pipe)
-    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def repo(hub: StandInHub, pipe: Path) -> Repo:
+    return hub.add_folder(REPO, pipe)
 
 
-def run(endpoint: str, home: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own: the Hub's client reads its endpoint when it is imported."""
-    settings = {
-        "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_UPDATE_CHECK": "1", "HF_TOKEN": "hf_secret",
-        "NO_PROXY": "*",
-    }  # fmt: skip
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    command = [sys.executable, "-m", "shardconv", *argv]
-    return subprocess.run(command, env=kept | settings, capture_output=True, text=True, check=False, timeout=120)
+def shards(pipe: Path, variant: str = "") -> set[str]:
+    """Index and shards of the transformer."""
+    index = f"{toys.STEM}.safetensors.index{variant}.json"
+    names = {index, *json.loads((pipe / "transformer" / index).read_text())["weight_map"].values()}
+    return {f"transformer/{name}" for name in names}
 
 
 @pytest.mark.slow
-def test_only_what_a_conversion_needs_is_downloaded(hub: StandInHub, pipe: Path, tmp_path: Path) -> None:
-    """`--subfolder` of a repo fetches that component's config, index and shards, and converts them as from disk.
-
-    The manifest records the repo and the commit; the second run finds all of it in the cache.
-    """
-    out = tmp_path / "out"
+def test_only_what_a_conversion_needs_is_downloaded(hub: StandInHub, repo: Repo, pipe: Path, tmp_path: Path) -> None:
+    """The command line on `--subfolder` of a repo fetches that component's config, index and shards, once, and converts
+    them as from disk. The manifest records repo and commit; the second run finds all of it in the cache."""
+    out, settings = tmp_path / "out", hub.settings(tmp_path / "home")
     argv = ["convert", "--tp", "2", REPO, str(out), "--subfolder", "transformer"]
-    done = run(hub.url, tmp_path / "home", *argv)
+    done = hub_clients.command(settings, *argv)
     assert done.returncode == 0, done.stderr
-    index = json.loads((pipe / "transformer" / toys.INDEX).read_text())
-    needed = {"config.json", toys.INDEX, *index["weight_map"].values()}
-    assert hub.fetched() == {f"transformer/{name}" for name in needed}
+    assert Counter(hub.fetched(REPO)) == Counter({"transformer/config.json", *shards(pipe)})
     source = Manifest.read(out / "transformer" / "tp2").source
-    assert (source.repo, source.revision, source.subfolder, source.variant) == (REPO, COMMIT, "transformer", None)
+    assert (source.repo, source.revision) == (REPO, repo.refs["main"])
+    assert (source.subfolder, source.variant) == ("transformer", None)
     with pytest.warns(match="ignored beside it"):  # the variant and the stale file, which a repo's snapshot lacks
-        convert(pipe, tmp_path / "local", tp=2, subfolder="transformer")
+        convert(pipe, tmp_path / "local", **PART)
     for path in (tmp_path / "local" / "transformer" / "tp2").glob("*.safetensors"):
         assert path.read_bytes() == (out / "transformer" / "tp2" / path.name).read_bytes()
     hub.log.clear()
-    again = run(hub.url, tmp_path / "home", *argv, "--json")
+    again = hub_clients.command(settings, *argv, "--json")
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["sets"][0]["already_there"] is True
-    assert hub.fetched() == set()
+    assert hub.fetched(REPO) == []
 
 
-@pytest.mark.slow
-def test_b4_only_the_variant_is_downloaded(hub: StandInHub, pipe: Path, tmp_path: Path) -> None:
-    """With `--variant` the default weights of the component stay on the Hub."""
-    out = tmp_path / "out"
-    argv = ["convert", "--tp", "2", REPO, str(out), "--subfolder", "transformer", "--variant", "fp16"]
-    done = run(hub.url, tmp_path / "home", *argv)
-    assert done.returncode == 0, done.stderr
-    index_name = f"{toys.STEM}.safetensors.index.fp16.json"
-    index = json.loads((pipe / "transformer" / index_name).read_text())
-    needed = {"config.json", index_name, *index["weight_map"].values()}
-    assert hub.fetched() == {f"transformer/{name}" for name in needed}
-    assert Manifest.read(out / "transformer" / "tp2").source.variant == "fp16"
-
-
-@pytest.mark.slow
-def test_a_whole_pipeline_is_converted_without_its_root_level_weights(
-    hub: StandInHub, pipe: Path, tmp_path: Path
+def test_b4_only_the_variant_is_downloaded(
+    hub: StandInHub, repo: Repo, client: Any, pipe: Path, tmp_path: Path
 ) -> None:
-    """A pipeline repo brings every component, real files instead of links, and no original-format file."""
+    """With a variant the default weights of the component stay on the Hub."""
+    manifest = convert(REPO, tmp_path / "out", **PART, variant="fp16")
+    assert Counter(hub.fetched(REPO)) == Counter({"transformer/config.json", *shards(pipe, ".fp16")})
+    assert manifest.source.variant == "fp16"
+
+
+@pytest.mark.parametrize("variant", ["fp16", None])
+def test_b4_of_each_component_one_variant_is_downloaded(
+    hub: StandInHub, repo: Repo, client: Any, pipe: Path, tmp_path: Path, variant: str | None
+) -> None:
+    """A pipeline: of every component the variant's files where it has such, the default ones where not, never both; no
+    root-level weights, no other framework's, nothing twice. The result is a pipeline that loads, in real files."""
     out = tmp_path / "out"
-    done = run(hub.url, tmp_path / "home", "convert", "--tp", "2", REPO, str(out))
-    assert done.returncode == 0, done.stderr
-    assert "flux1-dev.safetensors" not in hub.fetched()
-    assert f"transformer/{toys.SINGLE}" not in hub.fetched()
+    convert(REPO, out, tp=2, variant=variant)
+    fetched = hub.fetched(REPO)
+    assert len(fetched) == len(set(fetched))
+    weights = {name for name in fetched if name.endswith((".safetensors", ".bin", ".onnx"))}
+    index = f"model.safetensors.index.{variant}.json" if variant else None
+    second = set(json.loads((pipe / "text_encoder_2" / index).read_text())["weight_map"].values()) if index else {
+        "model.safetensors"
+    }  # fmt: skip
+    assert weights == {
+        *(name for name in shards(pipe, f".{variant}" if variant else "") if name.endswith(".safetensors")),
+        f"text_encoder/model.{variant}.safetensors" if variant else "text_encoder/model.safetensors",
+        *(f"text_encoder_2/{name}" for name in second),
+        "vae/diffusion_pytorch_model.safetensors",
+    }
     assert not any(path.is_symlink() for path in out.rglob("*"))
-    for path in (pipe / "vae").iterdir():
-        assert (out / "vae" / path.name).read_bytes() == path.read_bytes()
+    assert (out / "README.md").read_text() == "card"
+    shutil.rmtree(out / "transformer")
+    rest = diffusers.DiffusionPipeline.from_pretrained(out, transformer=None, variant=variant)
+    assert rest.text_encoder_2 is not None
 
 
-def refusal(done: subprocess.CompletedProcess[str], out: Path) -> str:
-    """The one line that a failed conversion says; nothing was written and the token is not in it."""
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("shardconv: ")
-    assert "hf_secret" not in done.stderr
+def test_a_repo_with_sets_beside_its_weights_is_converted(
+    hub: StandInHub, repo: Repo, client: Any, tmp_path: Path
+) -> None:
+    """Sets that somebody pushed into the repo are not fetched, and do not make it look converted."""
+    more = {f"transformer/tp4/{name}": File(name, b"x") for name in ("shardconv.json", "replicated.safetensors")}
+    repo.commit(repo.files() | more, "sets")
+    convert(REPO, tmp_path / "out", tp=2)
+    assert not [name for name in hub.fetched(REPO) if "/tp4/" in name]
+
+
+@pytest.mark.parametrize("revision", ["dev", "refs/pr/1", None])
+def test_a_revision_is_pinned(hub: StandInHub, repo: Repo, client: Any, tmp_path: Path, revision: str | None) -> None:
+    """The commit that a branch names is what is fetched and recorded, also when the branch moves on meanwhile."""
+    commit = repo.refs["main"]
+    repo.refs["dev"] = repo.refs["refs/pr/1"] = commit
+
+    def move(stage: str, request: Any) -> None:
+        if stage == "end" and request.method == "GET" and request.path.endswith("/transformer/config.json"):
+            hub.watch = None
+            repo.commit({}, "emptied", revision or "main")
+
+    hub.watch = move
+    assert convert(REPO, tmp_path / "out", **PART, revision=revision).source.revision == commit
+
+
+# A dry run
+
+
+def big_repo(hub: StandInHub) -> dict[str, File]:
+    """The files of a FLUX.2-sized pipeline: real config, index and headers; payload that is never served."""
+    with torch.device("meta"):
+        model = diffusers.Flux2Transformer2DModel()
+    files: dict[str, File] = {}
+    entries: list[dict[str, Any]] = [{}]
+    position = 0
+    weight_map: dict[str, int] = {}
+    for name, tensor in model.state_dict().items():
+        nbytes = tensor.numel() * 2
+        if position + nbytes > 5_000_000_000:
+            entries.append({})
+            position = 0
+        entries[-1][name] = {
+            "dtype": "BF16",
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + nbytes],
+        }
+        weight_map[name] = len(entries)
+        position += nbytes
+    names = {i: f"{toys.STEM}-{i:05d}-of-{len(entries):05d}.safetensors" for i in range(1, len(entries) + 1)}
+    for i, held in enumerate(entries, 1):
+        raw = json.dumps(held).encode()
+        total = 8 + len(raw) + max(entry["data_offsets"][1] for entry in held.values())
+        first_bytes = struct.pack("<Q", len(raw)) + raw + bytes(128 << 10)  # little payload may come with the header
+        files[f"transformer/{names[i]}"] = File(names[i], first_bytes, total)
+    index = {"weight_map": {name: names[i] for name, i in weight_map.items()}}
+    files[f"transformer/{toys.INDEX}"] = File("x.json", json.dumps(index).encode())
+    config = {"_class_name": "Flux2Transformer2DModel", **dict(model.config)}
+    files["transformer/config.json"] = File("x.json", json.dumps(config, default=list).encode())
+    components = {"transformer": ["diffusers", "Flux2Transformer2DModel"], "vae": ["diffusers", "AutoencoderKLFlux2"],
+                  "text_encoder": ["transformers", "Mistral3ForConditionalGeneration"],
+                  "tokenizer": ["transformers", "PixtralProcessor"]}  # fmt: skip
+    files["model_index.json"] = File("x.json", json.dumps({"_class_name": "Flux2Pipeline", **components}).encode())
+    files["tokenizer/tokenizer.json"] = File("x.json", b"{}")
+    files["text_encoder/config.json"] = files["vae/config.json"] = File("x.json", b"{}")
+    for i in range(1, 11):
+        files[f"text_encoder/model-{i:05d}-of-00010.safetensors"] = File("x.safetensors", b"%d" % i, 4_800_000_000)
+    weights = {str(i): f"model-{i:05d}-of-00010.safetensors" for i in range(1, 11)}
+    files["text_encoder/model.safetensors.index.json"] = File("x.json", json.dumps({"weight_map": weights}).encode())
+    files["vae/diffusion_pytorch_model.safetensors"] = File("x.safetensors", b"0", 160_000_000)
+    return files
+
+
+@pytest.mark.slow
+def test_a_dry_run_reads_headers_only(hub: StandInHub, client: Any, tmp_path: Path, capsys: Any) -> None:
+    """A repo of 112 GB, 64 GB of them cut: under 5 MB go over the wire, no weight file, nothing is written; what would
+    be downloaded is said."""
+    files = big_repo(hub)
+    hub.add_repo("org/big", files)
+    argv = ["convert", "--tp", "8", "--dry-run", "--json", "org/big", str(tmp_path / "out")]
+    assert main(argv) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert hub.sent_nbytes() < 5_000_000
+    [found] = document["sets"]
+    weights = {name: file.nbytes for name, file in files.items() if name.startswith("transformer/") and file.is_lfs}
+    assert 64e9 < sum(weights.values()) < 65e9
+    assert abs(found["nbytes"] - sum(weights.values())) < 1_000_000
+    missing = {name: file.nbytes for name, file in files.items()} | document["download"]
+    assert missing == {name: file.nbytes for name, file in files.items()}
+    assert sum(document["download"].values()) > 110e9
+    assert not (tmp_path / "out").exists()
+    assert not list(Path("/tmp").glob("shardconv-headers-*"))
+    assert {request.status for request in hub.log} <= {200, 206, 302}
+
+
+def test_a_dry_run_says_what_the_conversion_says(hub: StandInHub, repo: Repo, client: Any, tmp_path: Path) -> None:
+    """Same layout as on disk; then, with everything cached, nothing is left to download."""
+    planned = convert(REPO, tmp_path / "out", **PART, dry_run=True)
+    made = convert(REPO, tmp_path / "out", **PART)
+    assert [file.nbytes for file in planned.files] == [file.nbytes for file in made.files]
+    assert planned.tensors == made.tensors
+    hub.log.clear()
+    assert main(["convert", "--tp", "2", "--dry-run", "--quiet", REPO, str(tmp_path / "new")]) == 0
+    assert hub.sent_nbytes() < 1_000_000
+
+
+# Refusals
+
+
+def refusal(capsys: pytest.CaptureFixture[str], out: Path, *argv: str) -> str:
+    """The one line that a failed conversion says; nothing was written and no token is in it."""
+    assert main(["convert", "--tp", "2", *argv[:1], str(out), *argv[1:]]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1, said.err
+    assert "hf_alice" not in said.err
     assert not out.exists()
-    return done.stderr
+    return said.err.removeprefix("shardconv: ").rstrip()
+
+
+def test_h9_refusals_are_told_apart(
+    hub: StandInHub, repo: Repo, client: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """404, 403 of a gated repo, 401 without a token: three messages with the next step, before any work."""
+    out = tmp_path / "out"
+    said = "repository not found on the Hub; check the name, or log in if it is private: hf auth login"
+    assert refusal(capsys, out, "org/nope") == f"org/nope: not a folder here, and the Hub says: {said}"
+    repo.gated = "manual"
+    hub.users["hf_alice"] = User("alice", may_write=())
+    assert refusal(capsys, out, REPO) == f"{SAYS}gated, and your account has no access yet; ask for it on its page"
+    monkeypatch.delenv("HF_TOKEN")
+    said = refusal(capsys, out, REPO, "--dry-run")
+    assert said == f"{SAYS}gated, and no token was sent; accept its terms on its page, then: hf auth login"
+    assert hub.fetched(REPO) == []
+    hub.users["hf_alice"] = User("alice", may_write=(), accepted=(REPO,))
+    monkeypatch.setenv("HF_TOKEN", "hf_alice")
+    convert(REPO, out, **PART)
+
+
+def test_what_is_not_there_is_one_clear_error(
+    hub: StandInHub, repo: Repo, client: Any, tmp_path: Path, capsys: Any
+) -> None:
+    """A mistyped component or revision is refused before anything is downloaded."""
+    out = tmp_path / "out"
+    said = refusal(capsys, out, REPO, "--subfolder", "transfromer")
+    assert said == f"{REPO}: nothing to convert in transfromer, it has no transfromer/config.json; check the name"
+    said = refusal(capsys, out, REPO, "--revision", "v9")
+    assert said == f"{SAYS}no such revision in the repo; check its branches and tags on its page"
+    assert hub.fetched(REPO) == []
 
 
 @pytest.mark.slow
-def test_h9_a_repo_that_is_not_there_is_one_clear_error(hub: StandInHub, tmp_path: Path) -> None:
-    """An unknown repo: its name, that it is no folder here either, and that the Hub has no such repo."""
-    out = tmp_path / "out"
-    said = refusal(run(hub.url, tmp_path / "home", "convert", "--tp", "2", "org/nope", str(out)), out)
-    assert said.startswith("shardconv: org/nope: not a folder here, and the Hub says: ")
-    assert "repository not found" in said.lower()
+def test_a_hub_that_cannot_be_reached_is_one_clear_error(tmp_path: Path, hub: StandInHub) -> None:
+    """Without a network the message names the repo and the failed connection; the command line, for real."""
+    settings = hub.settings(tmp_path / "home") | {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = hub_clients.command(settings, "convert", "--tp", "2", REPO, tmp_path / "out")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"shardconv: {SAYS}the Hub cannot be reached, the connection failed")
+    assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
-def test_a_hub_that_cannot_be_reached_is_one_clear_error(tmp_path: Path) -> None:
-    """Without a network the message names the repo and the failed connection."""
-    out = tmp_path / "out"
-    said = refusal(run("http://127.0.0.1:9", tmp_path / "home", "convert", "--tp", "2", REPO, str(out)), out)
-    assert said.startswith(f"shardconv: {REPO}: ")
-    assert "connect" in said.lower()
+@pytest.mark.parametrize("name", ["../../secret.safetensors", "/etc/secret.safetensors", "..", "a/b.safetensors"])
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_h1_an_index_that_leads_out_is_refused(
+    hub: StandInHub, repo: Repo, client: Any, tmp_path: Path, name: str, dry_run: bool
+) -> None:
+    """`weight_map` values of a repo are plain names of their own folder or nothing is fetched by them."""
+    files = repo.files()
+    index = json.loads(files[f"transformer/{toys.INDEX}"].data)
+    index["weight_map"][next(iter(index["weight_map"]))] = name
+    repo.commit(files | {f"transformer/{toys.INDEX}": File("x.json", json.dumps(index).encode())}, "evil")
+    with pytest.raises(
+        CheckpointError, match=r"expected (plain file names of its own folder|safetensors files), found"
+    ):
+        convert(REPO, tmp_path / "out", **PART, dry_run=dry_run)
+    assert not (tmp_path / "out").exists()
+    assert set(hub.fetched(REPO)) == {"transformer/config.json", f"transformer/{toys.INDEX}"}
 
 
-@pytest.mark.slow
-def test_a_component_that_the_repo_lacks_is_one_clear_error(hub: StandInHub, tmp_path: Path) -> None:
-    """A mistyped component is refused before anything is downloaded."""
-    out = tmp_path / "out"
-    argv = ["convert", "--tp", "2", REPO, str(out), "--subfolder", "transfromer"]
-    said = refusal(run(hub.url, tmp_path / "home", *argv), out)
-    assert "transfromer" in said
-    assert hub.fetched() == set()
+def test_b6_a_shard_that_the_repo_lacks_is_named(hub: StandInHub, repo: Repo, client: Any, tmp_path: Path) -> None:
+    """An index that names a file the repo does not have: which one; no output."""
+    shard = sorted(name for name in shards_of(repo) if name.endswith(".safetensors"))[0]
+    repo.commit({name: file for name, file in repo.files().items() if name != shard}, "lost")
+    for dry_run in (True, False):
+        with pytest.raises(ShardconvError, match=shard.rpartition("/")[2]):
+            convert(REPO, tmp_path / "out", **PART, dry_run=dry_run)
+    assert not (tmp_path / "out").exists()
+
+
+def shards_of(repo: Repo) -> set[str]:
+    index = json.loads(repo.files()[f"transformer/{toys.INDEX}"].data)
+    return {f"transformer/{name}" for name in index["weight_map"].values()}
+
+
+def test_h10_offline_no_request_is_made(
+    hub: StandInHub, repo: Repo, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HF_HUB_OFFLINE=1: a cached repo converts, by branch name, with the same commit in the manifest; one that is not
+    cached is one sentence."""
+    online = convert(REPO, tmp_path / "out", tp=2)
+    hub.log.clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    offline = convert(REPO, tmp_path / "again", tp=2)
+    assert (offline.conversion_id, offline.source) == (online.conversion_id, online.source)
+    assert convert(REPO, tmp_path / "again", tp=4, dry_run=True).source.revision == repo.refs["main"]
+    with pytest.raises(HubError, match=r"^org/other at main: not in the cache, and the Hub is not asked or does not"):
+        convert("org/other", tmp_path / "other", tp=2)
+    assert hub.log == []
+
+
+def test_h13_offline_a_partial_cache_is_refused(
+    hub: StandInHub, repo: Repo, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the shards is not in the cache: offline it is named, and nothing is written."""
+    convert(REPO, tmp_path / "out", **PART)
+    shard = sorted(name for name in shards_of(repo))[-1]
+    [link] = (tmp_path / "home").glob(f"hub/*/snapshots/*/{shard}")
+    link.unlink()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ShardconvError, match=link.name):
+        convert(REPO, tmp_path / "again", **PART)
+    assert not (tmp_path / "again").exists()
+
+
+def test_h11_a_cache_that_cannot_be_written_is_read(hub: StandInHub, repo: Repo, client: Any, tmp_path: Path) -> None:
+    """A filled cache without write access, and with another's locks, is converted from and stays as it is."""
+    convert(REPO, tmp_path / "out", **PART)
+    cache = tmp_path / "home" / "hub"
+    shutil.rmtree(cache / ".locks")
+    (cache / ".locks").write_text("a file, so that no lock can be made in it, not even by root")
+    folders = [cache, *(path for path in cache.rglob("*") if path.is_dir())]
+    for folder in folders:
+        folder.chmod(0o555)
+    before = {path: (path.lstat().st_mtime_ns, path.lstat().st_ino) for path in cache.rglob("*")}
+    try:
+        convert(REPO, tmp_path / "again", **PART)
+        assert {path: (path.lstat().st_mtime_ns, path.lstat().st_ino) for path in cache.rglob("*")} == before
+    finally:
+        for folder in folders:
+            folder.chmod(0o755)
+
+
+def test_e9_a_download_altered_on_the_way_is_thrown_away(
+    hub: StandInHub, repo: Repo, client: Any, tmp_path: Path
+) -> None:
+    """A shard of the right length with a wrong byte is not converted nor kept in the cache; a run later works."""
+    hub.fail("GET", r"/storage/.*/transformer/.*-00002-of", edit=lambda data: data[:-9] + b"?" + data[-8:])
+    with pytest.raises(HubError, match=r"-00002-of-\d+.safetensors: arrived altered \(its digest is not the Hub's\)"):
+        convert(REPO, tmp_path / "out", **PART)
+    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "home").glob("hub/*/snapshots/*/transformer/*-00002-of*"))
+    convert(REPO, tmp_path / "out", **PART)

@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--self-contained", action="store_true", help="write replicated tensors into each rank's file")
     add("--overwrite", action="store_true", help="replace a set of the same degree")
     add("--dry-run", action="store_true", help="print the plan; read headers and configs only, write nothing")
+    add("--low-disk", action="store_true", help="of a Hub repo, have one weight file at a time on this disk")
     add("--json", action="store_true", help="print one JSON document instead of text")
     add("--quiet", action="store_true", help="print nothing but errors")
 
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace) -> None:
         self_contained=args.self_contained,
         overwrite=args.overwrite,
         dry_run=args.dry_run,
+        low_disk=args.low_disk,
     )
     with progress_bars(args.quiet) as new_progress:
         outcomes = convert_all(
@@ -71,10 +73,14 @@ def run(args: argparse.Namespace) -> None:
     if not args.quiet:
         for text in [text for outcome in outcomes for text in outcome.warnings]:
             print(f"warning: {text}", file=sys.stderr)
+    download = outcomes[0].download
     if args.json:
-        print(json.dumps({"dry_run": args.dry_run, "sets": [as_json(outcome) for outcome in outcomes]}, indent=2))
+        document = {"dry_run": args.dry_run, "sets": [as_json(outcome) for outcome in outcomes]}
+        print(json.dumps(document | ({"download": dict(download)} if download else {}), indent=2))
     elif not args.quiet:
         print("\n\n".join(as_text(outcome, args.dry_run) for outcome in outcomes))
+        if download:
+            print(f"\n{args.source}: {len(download)} files, {human(sum(download.values()))}, would be downloaded")
 
 
 def as_json(outcome: Outcome) -> dict[str, object]:

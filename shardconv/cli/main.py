@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import ShardconvError, UsageError
-from . import convert, demo, inspect, merge, reshard, verify
+from . import convert, demo, inspect, merge, push, reshard, verify
 
-VERBS = (convert, inspect, verify, merge, reshard, demo)
+VERBS = (convert, inspect, verify, merge, reshard, push, demo)
 
 EXAMPLE = """example:
   $ shardconv convert --tp 4 black-forest-labs/FLUX.2-dev out/     # once, on any machine
@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0 when it worked, 1 when it failed, 2 when it was asked wrongly, 130 on Ctrl-C."""
     args = parser().parse_args(argv)
+    _hush_the_hub(getattr(args, "quiet", False))
     try:
         args.run(args)
         sys.stdout.flush()
@@ -65,6 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"shardconv: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     return 0
+
+
+def _hush_the_hub(quiet: bool) -> None:
+    """The Hub's client, which reads this when it is imported: its failures are ours to report, its progress bars are
+    for terminals."""
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    if quiet or not sys.stderr.isatty():
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
 
 def entry() -> None:

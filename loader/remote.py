@@ -1,0 +1,167 @@
+"""A Hub repo as path: each rank fetches its own files, one rank a disk the shared ones, all of them at one commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardconv.checkpoint import CONFIG_NAME, MANIFEST_NAME
+from shardconv.destination import set_folder_name
+from shardconv.errors import SetError
+from shardconv.fetching import component_files
+from shardconv.hub import Listing, RemoteFile, Repo, cache_folder, degrees_in, is_repo_name
+from shardconv.layout import REPLICATED_FILE, rank_file_name
+from shardconv.sources import MODEL_INDEX, pipeline_components
+
+from .agreement import together
+from .ranks import Ranks
+
+FETCH_S = 12 * 3600  # that a rank waits for others to download; one whose process ends is noticed before
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """How the Hub may be asked; as in `load_model`."""
+
+    revision: str | None = None
+    token: str | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+    local_files_only: bool = False
+    force_download: bool = False
+
+    def repo(self, name: str) -> Repo:
+        """The client's view of `name`."""
+        cache_dir = None if self.cache_dir is None else os.fspath(self.cache_dir)
+        return Repo(name, self.token, cache_dir, self.local_files_only, f"{name}: not a folder here, and the Hub says")
+
+
+def is_repo(path: str | os.PathLike[str], ranks: Ranks) -> bool:
+    """Whether `path` names a repo; a folder of that name, on any rank's disk, comes first."""
+    if not is_repo_name(os.fspath(path)):
+        return False
+    return "here" not in together(ranks, lambda: "here" if Path(path).exists() else "")
+
+
+def needed_files(degree: int, rank: int, size: int) -> list[str]:
+    """What `rank` of `size` alone needs of a set of tp degree `degree`, a multiple of `size`: names in its folder."""
+    joined = degree // size
+    return [rank_file_name(each, degree) for each in range(rank * joined, (rank + 1) * joined)]
+
+
+def fetch_set(name: str, subfolder: str | None, ranks: Ranks, asking: Asking) -> Path:
+    """The folder of the set for this group, with this rank's files in it. Every rank must call it."""
+    repo, component = asking.repo(name), subfolder or ""
+    listing, leads = _begin(repo, [_inside(component, CONFIG_NAME)], ranks, asking)
+    own, shared = together(ranks, lambda: _set_files(repo, listing, component, ranks))[ranks.rank]
+    folder = _fetch(repo, listing, own, lambda: shared, leads, ranks, asking)
+    return folder / Path(own[0]).parent
+
+
+def fetch_pipeline(name: str, given: Collection[str], variant: str | None, ranks: Ranks, asking: Asking) -> Path:
+    """The folder of a pipeline with this rank's files in it, of all components but those `given`. Every rank must call
+    it."""
+    repo = asking.repo(name)
+    listing, leads = _begin(repo, [MODEL_INDEX], ranks, asking)
+
+    def choose() -> tuple[list[str], list[tuple[list[str], list[str]]]]:
+        """The components that are not sharded, and the files of those that are."""
+        if MODEL_INDEX not in listing.files:
+            raise SetError(f"{name}: no {MODEL_INDEX}, so not a converted pipeline; use load_model for one component")
+        wanted = [each for each in pipeline_components(repo.fetch(listing, [MODEL_INDEX])) if each not in given]
+        whole = [each for each in wanted if not degrees_in(listing, each)]
+        if whole == wanted and not given:
+            raise SetError(f"{name}: no component holds a converted set; run: shardconv convert --tp N {name} OUT")
+        return whole, [_set_files(repo, listing, each, ranks) for each in wanted if each not in whole]
+
+    whole, sets = together(ranks, choose)[ranks.rank]
+
+    def shared() -> list[str]:
+        rest = component_files(repo, listing, whole, variant)
+        return [MODEL_INDEX, *rest, *(file for _, files in sets for file in files)]
+
+    own = [file for files, _ in sets for file in files]
+    return _fetch(repo, listing, own, shared, leads, ranks, asking)
+
+
+def _begin(repo: Repo, first: list[str], ranks: Ranks, asking: Asking) -> tuple[Listing, bool]:
+    """The repo at the commit that rank 0 finds, and whether this rank is the first of those that share its cache."""
+    place = _place(cache_folder(repo.cache_dir))
+
+    def ask() -> str:
+        found = repo.pin(asking.revision, first) if ranks.rank == 0 else None
+        files = [[file.name, file.nbytes, file.digest] for file in found.files.values()] if found else []
+        return json.dumps([place, found.commit if found else "", files])
+
+    heard: list[Any] = [json.loads(told) for told in together(ranks, ask)]
+    _, commit, files = heard[0]
+    places = [each[0] for each in heard]
+    return Listing(commit, {file[0]: RemoteFile(*file) for file in files}, ""), places.index(place) == ranks.rank
+
+
+def _place(cache: Path) -> str:
+    """The same text on all ranks that see the same cache on the same node."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        status = cache.stat()
+    except OSError:
+        return f"{socket.gethostname()} {cache}"
+    return f"{socket.gethostname()} {status.st_dev} {status.st_ino}"
+
+
+def _fetch(
+    repo: Repo,
+    listing: Listing,
+    own: list[str],
+    shared: Callable[[], list[str]],
+    leads: bool,
+    ranks: Ranks,
+    asking: Asking,
+) -> Path:
+    """Fetch `own` on every rank, `shared` on the leading ones; then all of them find all in their cache."""
+
+    def fetch() -> None:
+        names = [*own, *(shared() if leads else [])]
+        if names:
+            repo.fetch(listing, names, force=asking.force_download)
+
+    patient = replace(ranks, timeout_s=FETCH_S)
+    together(patient, fetch)
+    folder: Path = together(patient, lambda: repo.fetch(listing, [*own, *shared()]))[ranks.rank]
+    return folder
+
+
+def _set_files(repo: Repo, listing: Listing, component: str, ranks: Ranks) -> tuple[list[str], list[str]]:
+    """(own, shared) names in the repo of the set for this group. Raises `SetError` when no set fits."""
+    held = degrees_in(listing, component)
+    fitting = [degree for degree in held if degree % ranks.size == 0]
+    if not fitting:
+        raise SetError(_no_set(repo, listing, component, held, ranks.size))
+    degree = min(fitting)
+    folder = _inside(component, set_folder_name(degree))
+    own = [f"{folder}/{name}" for name in needed_files(degree, ranks.rank, ranks.size)]
+    shared = [_inside(component, CONFIG_NAME), f"{folder}/{MANIFEST_NAME}"]
+    replicated = f"{folder}/{REPLICATED_FILE}"
+    return own, shared + ([replicated] if replicated in listing.files else [])
+
+
+def _no_set(repo: Repo, listing: Listing, component: str, held: Collection[int], size: int) -> str:
+    where = f"{repo.name} at {listing.commit[:7]}" + (f", {component}" if component else "")
+    if held:
+        return (
+            f"{where}: converted for tp degree {' and '.join(map(str, held))}, this group has {size} ranks; start as "
+            f"many as that, or run: shardconv convert --tp {size} SOURCE OUT"
+        )
+    inner = sorted({name.split("/")[0] for name in listing.files if name.count("/") == 2})
+    inner = [name for name in inner if degrees_in(listing, name)]
+    if inner and not component:
+        return f"{where}: the set is in {', '.join(inner)}; add subfolder={inner[0]!r}"
+    return f"{where}: no converted set in it; run: shardconv convert --tp {size} {repo.name} OUT"
+
+
+def _inside(component: str, name: str) -> str:
+    return f"{component}/{name}" if component else name

@@ -1,0 +1,90 @@
+"""`convert --low-disk`: weight files of a repo come to this disk one at a time and go when they are used.
+
+The files stand in `.tp4.source` beside the set under construction, whose lock is held; a kill leaves at most one there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from . import engine
+from .errors import OutputError
+from .fetching import Snapshot
+from .hub import digest_of
+from .journal import Journal
+from .layout import ConvertPlan
+from .preparation import Job
+
+
+def run(
+    job: Job,
+    snapshot: Snapshot,
+    outputs: Sequence[int],
+    progress: engine.Progress,
+    done: Mapping[str, engine.TensorDigests],
+    journal: Journal,
+) -> Mapping[str, engine.TensorDigests]:
+    """As `engine.run`, of a job that was planned from headers. Files whose tensors are all `done` are not downloaded.
+
+    The tensors of a file are durable before it goes. Raises `HubError` as well.
+    """
+    digests = dict(done)
+    with _staging(job.folder.with_name(f".{job.folder.name}.source")) as staging:
+        for file in job.checkpoint.files:
+            mine = [tensor for tensor in job.plan.layout.tensors if job.plan.sources[tensor.name].file == file]
+            left = tuple(tensor for tensor in mine if tensor.name not in digests)
+            if not left:
+                continue
+            path = snapshot.repo.download(snapshot.listing, f"{job.component}/{file.name}".lstrip("/"), staging)
+            here = replace(file, path=path)
+            sources = {tensor.name: replace(job.plan.sources[tensor.name], file=here) for tensor in left}
+            part = ConvertPlan(replace(job.plan.layout, tensors=left), sources)
+            digests |= engine.run(part, outputs, progress, (path,), add=journal.add)
+            journal.commit()
+            path.unlink()
+    return digests
+
+
+@contextmanager
+def _staging(folder: Path) -> Iterator[Path]:
+    """A folder for downloads; what a killed process finished stays, what it began goes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.rglob("*.incomplete"):
+        path.unlink()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def rest_issues(snapshot: Snapshot, out: Path, names: Sequence[str]) -> list[str]:
+    """Issues that forbid bringing the files `names` of the repo into `out`: a different file stands there."""
+    return [
+        f"{out / name}: differs from that of {snapshot.repo.name}; move it away or name another OUT"
+        for name in names
+        if (out / name).exists() and not _is_there(snapshot, out, name)
+    ]
+
+
+def _is_there(snapshot: Snapshot, out: Path, name: str) -> bool:
+    known = snapshot.listing.files[name]
+    return (out / name).stat().st_size == known.nbytes and digest_of(out / name, known.digest) == known.digest
+
+
+def bring_rest(snapshot: Snapshot, out: Path, names: Sequence[str]) -> None:
+    """Download files of the repo into `out`, where they are not yet."""
+    with _staging(out / ".shardconv.source") as staging:
+        for name in names:
+            target = out / name
+            if target.exists():
+                continue
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(snapshot.repo.download(snapshot.listing, name, staging), target)
+            except FileNotFoundError as error:
+                raise OutputError(f"{target}: cannot be written ({error.strerror}); choose another OUT") from None

@@ -1,0 +1,333 @@
+"""`shardconv push` as a library call: verified sets -> what differs from the repo -> commits, no set divided."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from . import card
+from ._version import __version__
+from .checkpoint import CONFIG_NAME, MANIFEST_NAME
+from .destination import is_set_file
+from .errors import HubError, SetError, UsageError
+from .hub import Listing, RemoteFile, Repo, card_metadata, degrees_in, digest_of, front_matter, is_repo_name
+from .layout import REPLICATED_FILE
+from .manifest import Manifest
+from .sendable import Sendable, SendableSet, sendable
+from .sources import MODEL_INDEX
+from .verifying import NewProgress, verify
+
+CARD = "README.md"
+MAX_FILE_NBYTES = 500 * 1000**3  # the Hub takes no larger file
+COMMIT_FILES = 100  # what the Hub advises; one set is never divided
+EMPTY = Listing("", {}, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What a push did, or in a dry run would do."""
+
+    repo: str
+    url: str  # of the last commit or the pull request; "" when nothing was sent
+    created: bool  # the repo
+    sets: tuple[str, ...]  # folders in the repo
+    sent: Mapping[str, int]  # name in the repo -> bytes
+    deleted: tuple[str, ...]  # names in the repo
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Changes that belong in one commit."""
+
+    add: dict[str, Path | bytes] = field(default_factory=dict)
+    delete: list[str] = field(default_factory=list)
+
+
+def push(
+    out: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    create_pr: bool = False,
+    degrees: Collection[int] | None = None,
+    commit_message: str | None = None,
+    dry_run: bool = False,
+    token: str | None = None,
+    new_progress: NewProgress = lambda what, total: lambda nbytes: None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Pushed:
+    """Publish the sets of `out` (what `convert` wrote) in a Hub repo.
+
+    Every set is verified first, byte for byte. Only files that the manifests list are sent, with configs, licences, the
+    other components of a pipeline and a model card; those that the repo holds already are not. A set, with what it
+    replaces, appears in one commit.
+
+    Args:
+        private: of a repo that has to be created.
+        revision: the branch, created from main if need be; None is main.
+        create_pr: open a pull request instead of committing; needs no write access.
+        degrees: only the sets of these tp degrees.
+        dry_run: send nothing, create nothing.
+        token: of the Hub; None is the one of `hf auth login` or HF_TOKEN.
+        new_progress: gives for (what, total bytes) a function that is called with bytes just verified.
+        tell: called with a sentence when files begin to be sent.
+
+    Raises:
+        UsageError, SetError: before anything is sent.
+        HubError: the Hub refuses or fails; what was uploaded is not sent again by the next push.
+    """
+    if not is_repo_name(repo_id):
+        raise UsageError(f"{repo_id}: expected a repo such as org/name")
+    if create_pr and revision:
+        raise UsageError("--create-pr: goes to main, --revision to a branch; give one of them")
+    local = sendable(Path(out), degrees)
+    _check_sizes(local)
+    for each in local.sets:
+        verify(each.folder, new_progress=new_progress)
+    repo = Repo(repo_id, token)
+    if repo.offline:
+        raise HubError(f"{repo_id}: HF_HUB_OFFLINE is set, so nothing can be sent; unset it")
+    state, branch_state = _states(repo, revision)
+    if state and not create_pr:
+        repo.check_write()
+    elif not state:
+        _check_may_create(repo)
+    remote = branch_state or state or EMPTY
+    units = _changes(Path(out), local, repo, remote)
+    sent = {name: _nbytes(content) for unit in units for name, content in unit.add.items()}
+    deleted = tuple(name for unit in units for name in unit.delete)
+    report = Pushed(repo_id, "", state is None, tuple(each.name for each in local.sets), sent, deleted)
+    if dry_run or (not units and (branch_state or create_pr)):
+        return report
+    if state is None:
+        repo.create(private, _gate_of_source(local.sets, token))
+    if branch_state is None and revision:
+        repo.create_branch(revision)
+    message = commit_message or f"Add {', '.join(report.sets)} (shardconv {__version__})"
+    return replace(report, url=_send(repo, revision or "main", units, message, create_pr, tell))
+
+
+def _nbytes(content: Path | bytes) -> int:
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
+
+
+def _check_sizes(local: Sendable) -> None:
+    files = {**local.others, **{name: path for each in local.sets for name, path in each.files().items()}}
+    large = {name: path.stat().st_size for name, path in files.items() if path.exists()}
+    issues = [
+        f"{name}: {nbytes:,} bytes, the Hub takes files of at most {MAX_FILE_NBYTES:,}; convert for a higher tp degree"
+        for name, nbytes in large.items()
+        if nbytes > MAX_FILE_NBYTES
+    ]
+    if issues:
+        raise SetError(*issues)
+
+
+def _states(repo: Repo, revision: str | None) -> tuple[Listing | None, Listing | None]:
+    """Main and the branch to push to, as they are; None for what does not exist."""
+    try:
+        main = repo.listing(None)
+    except HubError as error:
+        if error.kind != "no repo":
+            raise
+        return None, None
+    if not revision:
+        return main, main
+    try:
+        return main, repo.listing(revision)
+    except HubError as error:
+        if error.kind != "no revision":
+            raise
+        return main, None
+
+
+def _check_may_create(repo: Repo) -> None:
+    name, role = repo.user()
+    if role == "read":
+        raise HubError(f"{repo.name}: {name}'s token may only read; use one that may write: hf auth login")
+
+
+def _changes(out: Path, local: Sendable, repo: Repo, remote: Listing) -> list[_Unit]:
+    """What differs from the repo, in the order of sending."""
+    config_names = {f"{each.component}/{CONFIG_NAME}".lstrip("/") for each in local.sets}
+    rest = {name: path for name, path in local.others.items() if name not in config_names}
+    units = [_Unit({name: path}) for name, path in _differing(rest, remote).items()]
+    for component in dict.fromkeys(each.component for each in local.sets):
+        sets = [each for each in local.sets if each.component == component]
+        config = f"{component}/{CONFIG_NAME}".lstrip("/")
+        changed = _differing({config: local.others[config]}, remote)
+        _check_strangers(repo, remote, component, sets, bool(changed) and config in remote.files)
+        own = [_set_unit(each, remote) for each in sets]
+        if changed and config in remote.files:  # the sets that are there go with the config that is there
+            own = [_merged([_Unit(dict(changed)), *own])]
+        elif changed:
+            own.insert(0, _Unit(dict(changed)))
+        units += own
+    text = _card(out, local, repo, remote)
+    if text is not None:
+        units.append(_Unit({CARD: text}))
+    return _packed([unit for unit in units if unit.add or unit.delete])
+
+
+def _differing(files: Mapping[str, Path], remote: Listing) -> dict[str, Path]:
+    """Those that the repo does not hold as they are here."""
+
+    def is_there(item: tuple[str, Path]) -> bool:
+        known = remote.files.get(item[0])
+        return known is not None and known.nbytes == item[1].stat().st_size and known.digest == digest_of(
+            item[1], known.digest
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(None, "shardconv-digest") as executor:
+        there = list(executor.map(is_there, files.items()))
+    return {name: path for (name, path), known in zip(files.items(), there, strict=True) if not known}
+
+
+def _set_unit(each: SendableSet, remote: Listing) -> _Unit:
+    files = each.files()
+    stale = [name for name in _set_files(remote, each.name) if name not in files]
+    return _Unit(dict(_differing(files, remote)), stale)
+
+
+def _set_files(remote: Listing, folder: str) -> dict[str, RemoteFile]:
+    """The files of a set in the repo, by name in the repo."""
+    return {
+        name: file
+        for name, file in remote.files.items()
+        if name.rpartition("/")[0] == folder and is_set_file(name.rpartition("/")[2])
+    }
+
+
+def _check_strangers(
+    repo: Repo, remote: Listing, component: str, sets: Iterable[SendableSet], config_changed: bool
+) -> None:
+    """The repo's other sets of a component must be of the same weights and config, as on disk."""
+    ours = {each.manifest.tp_degree: each for each in sets}
+    issues = []
+    for degree, folder in degrees_in(remote, component).items():
+        if degree in ours:
+            continue
+        name = f"{folder}/{MANIFEST_NAME}"
+        there = Manifest.from_json(json.loads(repo.read(remote, name)), f"{repo.name}: {name}")
+        if config_changed or there.source.files != next(iter(ours.values())).manifest.source.files:
+            issues.append(
+                f"{repo.name}: {folder} is of other weights or another config than what is pushed; push to another "
+                f"repo, or convert and push degree {degree} along"
+            )
+    if issues:
+        raise SetError(*issues)
+
+
+def _merged(units: Iterable[_Unit]) -> _Unit:
+    whole = _Unit()
+    for unit in units:
+        whole.add |= unit.add
+        whole.delete += unit.delete
+    return whole
+
+
+def _packed(units: Iterable[_Unit]) -> list[_Unit]:
+    """As few commits as the Hub's advice allows, no unit divided."""
+    packed: list[_Unit] = []
+    for unit in units:
+        if packed and len(packed[-1].add) + len(unit.add) <= COMMIT_FILES:
+            packed[-1] = _merged([packed[-1], unit])
+        else:
+            packed.append(unit)
+    return packed
+
+
+def _card(out: Path, local: Sendable, repo: Repo, remote: Listing) -> bytes | None:
+    """The model card as it should be; None when the repo's is so already."""
+    section = card.section(repo.name, _rows(local, remote), MODEL_INDEX in local.others)
+    here = (out / CARD).read_text(encoding="utf-8") if (out / CARD).is_file() else ""
+    if CARD in remote.files:
+        old = repo.read(remote, CARD).decode()
+        text = card.updated(old, section)
+        return None if text == old else text.encode()
+    if card.BEGIN in here:
+        return card.updated(here, section).encode()
+    manifest = local.sets[0].manifest
+    base = manifest.source.repo if manifest.source.repo != repo.name else None
+    about = here or _source_card(manifest, repo.token)
+    source = card_metadata(about) if about else {}
+    front = front_matter(card.metadata(base, source))
+    return card.new(front, repo.name, base, manifest.cast_to, section).encode()
+
+
+def _rows(local: Sendable, remote: Listing) -> list[card.SetRow]:
+    """Every set that the repo will hold."""
+    rows = []
+    components = dict.fromkeys(each.component for each in local.sets)
+    ours = {(each.component, each.manifest.tp_degree) for each in local.sets}
+    for each in local.sets:
+        sizes = {file.name: file.nbytes for file in each.manifest.files}
+        rows.append(_row(each.component, each.manifest.tp_degree, sizes))
+    for component in components:
+        for degree, folder in degrees_in(remote, component).items():
+            if (component, degree) not in ours:
+                there = {name.rpartition("/")[2]: file.nbytes for name, file in _set_files(remote, folder).items()}
+                there.pop(MANIFEST_NAME)
+                rows.append(_row(component, degree, there))
+    return rows
+
+
+def _row(component: str, degree: int, sizes: Mapping[str, int]) -> card.SetRow:
+    shared = sizes.get(REPLICATED_FILE, 0)
+    own = max(nbytes for name, nbytes in sizes.items() if name != REPLICATED_FILE)
+    return card.SetRow(component, degree, sum(sizes.values()), shared + own)
+
+
+def _source_card(manifest: Manifest, token: str | None) -> str:
+    """The card of the repo that was converted; "" when it cannot be had."""
+    if not manifest.source.repo:
+        return ""
+    source = Repo(manifest.source.repo, token)
+    try:
+        return source.read(source.listing(manifest.source.revision), CARD).decode()
+    except (HubError, KeyError, UnicodeDecodeError):
+        return ""
+
+
+def _gate_of_source(sets: Iterable[SendableSet], token: str | None) -> str:
+    """How access to the converted repo is gated: a new repo with its weights must be gated alike."""
+    for name in {each.manifest.source.repo for each in sets}:
+        if name:
+            try:
+                gated = Repo(name, token).listing(None).gated
+            except HubError:
+                continue
+            if gated:
+                return gated
+    return ""
+
+
+def _send(
+    repo: Repo, branch: str, units: Iterable[_Unit], message: str, new_pull: bool, tell: Callable[[str], None]
+) -> str:
+    """Upload and commit; returns the URL of the last commit or of the pull request."""
+    url, pull_url = "", ""
+    parent = repo.listing(branch).commit
+    for unit in units:
+        tell(f"sending {len(unit.add)} files to {repo.name}, {sum(map(_nbytes, unit.add.values())):,} bytes at most")
+        additions = repo.upload(branch, unit.add, new_pull)
+        try:
+            parent, branch, url = repo.commit(branch, parent, message, additions, unit.delete, new_pull)
+        except HubError:
+            now = repo.listing(branch)
+            if new_pull or now.commit == parent or not _is_done(unit, now):
+                raise
+            parent = now.commit  # the commit was made, only its answer was lost
+        pull_url = pull_url or (url if new_pull else "")
+        new_pull = False
+    return pull_url or url
+
+
+def _is_done(unit: _Unit, now: Listing) -> bool:
+    files = {name: content for name, content in unit.add.items() if isinstance(content, Path)}
+    return not _differing(files, now) and not set(unit.delete) & set(now.files)

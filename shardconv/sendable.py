@@ -1,0 +1,125 @@
+"""What of an output folder may be sent to the Hub: complete sets, and the files they stand among."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .checkpoint import CONFIG_NAME, MANIFEST_NAME, leads_out
+from .destination import sets_in
+from .errors import SetError, ShardconvError, UsageError
+from .manifest import Manifest
+from .sources import MODEL_INDEX, pipeline_components
+
+_ABOUT = ("LICENSE", "NOTICE")  # files of the root that go along, by how their names begin
+
+
+@dataclass(frozen=True, slots=True)
+class SendableSet:
+    """A complete set in an output folder."""
+
+    component: str  # "" when the output folder is the component itself
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        """Its folder in the repo."""
+        return f"{self.component}/{self.folder.name}".lstrip("/")
+
+    def files(self) -> dict[str, Path]:
+        """Name in the repo -> file here, the manifest last."""
+        names = [*(file.name for file in self.manifest.files), MANIFEST_NAME]
+        return {f"{self.name}/{name}": self.folder / name for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Sendable:
+    """An output folder, as it would stand in a repo."""
+
+    sets: tuple[SendableSet, ...]
+    others: dict[str, Path]  # configs, the other components, licences: name in the repo -> file here
+
+
+def sendable(out: Path, degrees: Collection[int] | None) -> Sendable:
+    """The sets of `out` of these degrees (None: all) and what belongs to them; manifests are read, weights are not.
+
+    Raises `SetError` with every fault: nothing converted, an unfinished conversion, a link that leads out of the
+    folder; `UsageError` when a component lacks one of `degrees`.
+    """
+    if not out.is_dir():
+        raise SetError(f"{out}: no such folder; give the folder that shardconv convert wrote")
+    components = _components(out)
+    issues: list[str] = []
+    sets: list[SendableSet] = []
+    others: dict[str, Path] = {}
+    for component in components:
+        folder = out / component
+        issues += _unfinished(folder, degrees)
+        found = sets_in(folder)
+        missing = sorted(set(degrees or ()) - set(found))
+        if missing and found:
+            held = ", ".join(map(str, found))
+            raise UsageError(f"--degrees: {folder} has no set of tp degree {missing[0]}, found {held}; convert for it")
+        for degree, place in found.items():
+            if degrees is None or degree in degrees:
+                try:
+                    sets.append(SendableSet(component, place, Manifest.read(place)))
+                except ShardconvError as error:
+                    issues += error.issues
+        if found:
+            others[f"{component}/{CONFIG_NAME}".lstrip("/")] = folder / CONFIG_NAME
+    if not sets and not issues:
+        raise SetError(f"{out}: no converted set in it; give the folder that shardconv convert wrote")
+    others |= _pipeline_files(out, components)
+    outside = {name: leads_out(path, out) for name, path in others.items()}
+    issues += [f"{name}: a link that leads out of {out}, to {real}; not sent" for name, real in outside.items() if real]
+    if issues:
+        raise SetError(*issues)
+    return Sendable(tuple(sets), others)
+
+
+def _components(out: Path) -> list[str]:
+    """Folders of `out`, "" for itself, in which something was converted."""
+    names = [""] if _holds_sets(out) else []
+    return names + sorted(child.name for child in out.iterdir() if child.is_dir() and _holds_sets(child))
+
+
+def _holds_sets(folder: Path) -> bool:
+    return any(_degree_of(name) for name in os.listdir(folder)) and not (folder / MANIFEST_NAME).exists()
+
+
+def _degree_of(name: str) -> int | None:
+    """The tp degree that the folder of a set, finished or not, is for."""
+    match = re.fullmatch(r"\.?tp(\d+)(\.partial)?", name)
+    return int(match[1]) if match else None
+
+
+def _unfinished(component: Path, degrees: Collection[int] | None) -> list[str]:
+    complete = sets_in(component)
+    return [
+        f"{component / name}: an unfinished conversion; run shardconv convert again, then push"
+        for name in sorted(os.listdir(component))
+        if (degree := _degree_of(name)) is not None
+        and degree not in complete
+        and (degrees is None or degree in degrees)
+    ]
+
+
+def _pipeline_files(out: Path, sharded: Sequence[str]) -> dict[str, Path]:
+    """`model_index.json`, the components that are not sharded, and licences. Hidden files never go along."""
+    names = sorted(path.name for path in out.iterdir() if path.name.upper().startswith(_ABOUT) and path.is_file())
+    if (out / MODEL_INDEX).is_file():
+        for component in pipeline_components(out):
+            if component not in sharded:
+                inside = (path.relative_to(out) for path in (out / component).rglob("*") if path.is_file())
+                names += sorted(path.as_posix() for path in inside if not _is_hidden(path))
+        names.append(MODEL_INDEX)
+    return {name: out / name for name in names}
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
