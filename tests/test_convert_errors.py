@@ -483,7 +483,7 @@ def test_e10_the_space_check_counts_what_is_written(source: Path, out: Path) -> 
     assert sum(file.nbytes for file in planned.files) == written
 
 
-def test_a_read_only_target_is_refused_up_front(
+def test_e4_a_read_only_target_is_refused_up_front(
     source: Path,
     mounted: Callable[[str], Path | None],
     monkeypatch: pytest.MonkeyPatch,
@@ -714,7 +714,7 @@ def test_two_writers_where_locks_do_nothing(source: Path, out: Path, monkeypatch
     assert toys.contents(out) == fresh
 
 
-def test_ctrl_c_leaves_nothing(
+def test_e2_ctrl_c_leaves_nothing(
     source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Ctrl-C in the middle exits with 130, says so, and leaves nothing behind."""

@@ -133,7 +133,7 @@ def target(base: Path, overwrite: bool) -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "overwrite", "first"),
-    [("power", False, 0), ("kill", True, 0), ("kill without exchange", True, 70)],
+    [("power", False, 0), ("kill", True, 60), ("kill without exchange", True, 70)],
     ids=["power-lost", "killed-overwrite", "killed-no-exchange"],
 )
 def test_e2_killed_at_every_step(
