@@ -145,6 +145,7 @@ def check_error(error: ShardconvError) -> str:
 STRICTER = {
     "stands twice": "two tensors, or two metadata keys, of one name: the library takes the last",
     "does not have exactly dtype, shape and data_offsets": "unknown fields, or a list for an object; of no writer",
+    "nested too deep": "an unknown field again, of 64 to 127 levels",
     "has the shape": "a size of 2**63 or more beside a 0; torch cannot hold it",
     "more elements than there can be": "sizes that overflow 63 bits beside a 0 that stands before them",
 }
