@@ -1,8 +1,8 @@
 """Moves bytes: reads each tensor once, in order, from one file or from the slices of some ranks, and appends every
 rank's share to its file.
 
-Knows nothing of models. Each worker thread takes one tensor at a time and holds at most two chunks of memory; reading,
-hashing, gathering and writing all release the interpreter lock, so two workers keep two cores busy.
+Knows nothing of models. Each worker thread takes one tensor at a time and holds at most three chunks of memory.
+Reading, hashing, gathering and writing all release the interpreter lock, so two workers keep two cores busy.
 """
 
 from __future__ import annotations
