@@ -426,6 +426,27 @@ def test_sets_of_other_weights_are_not_mixed(hub: StandInHub, client: Any, compo
     assert writes(hub) == []
 
 
+def test_a_damaged_set_in_the_repo_is_named(hub: StandInHub, client: Any, component: Path) -> None:
+    """What stands beside the pushed set cannot be judged: one sentence, nothing sent; pushed along, it is mended."""
+    repo = hub.add_repo(REPO, {"tp4/shardconv.json": b"{half a manif"})
+    with pytest.raises(SetError, match=rf"^{REPO}: tp4/shardconv.json: not JSON .*; push that set again, or remove it"):
+        shardconv.push(component, REPO, degrees=[2])
+    assert writes(hub) == []
+    shardconv.push(component, REPO)
+    assert check_whole(repo) == ["tp2", "tp4"]
+
+
+def test_without_a_login_nothing_is_sent(
+    hub: StandInHub, client: Any, component: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No token at all: what to do is said."""
+    monkeypatch.delenv("HF_TOKEN")
+    said = refused(capsys, component, REPO)
+    assert said.startswith(f"{REPO}: the Hub knows no such login (")
+    assert said.endswith("; log in: hf auth login")
+    assert writes(hub) == []
+
+
 def test_what_makes_no_sense_is_said(client: Any, component: Path, capsys: Any) -> None:
     """Mistakes of the command line: exit code 2."""
     assert "expected a repo such as org/name" in refused(capsys, component, "tiny", code=2)
