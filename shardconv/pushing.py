@@ -69,7 +69,7 @@ def push(
 
     Args:
         private: of a repo that has to be created.
-        revision: the branch, created from main if need be; None is main.
+        revision: the branch, created from main if need be, or a pull request to go on with, `refs/pr/N`; None is main.
         create_pr: open a pull request instead of committing; needs no write access.
         degrees: only the sets of these tp degrees.
         dry_run: send nothing, create nothing.
@@ -93,7 +93,7 @@ def push(
     if repo.offline:
         raise HubError(f"{repo_id}: HF_HUB_OFFLINE is set, so nothing can be sent; unset it")
     state, branch_state = _states(repo, revision)
-    if state and not create_pr:
+    if state and not create_pr and not (revision or "").startswith("refs/pr/"):  # a pull request is its author's
         repo.check_write()
     elif not state:
         _check_may_create(repo)

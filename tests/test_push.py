@@ -202,7 +202,7 @@ def test_a_replaced_set_goes_in_the_same_commit(hub: StandInHub, client: Any, ou
 
 
 def test_a_branch_and_a_pull_request(hub: StandInHub, client: Any, component: Path) -> None:
-    """`revision` makes the branch, `create_pr` needs no write access; main stays as it was."""
+    """`revision` makes the branch; `create_pr`, and going on with that one, need no write access; main stays."""
     repo = hub.add_repo(REPO, {"config.json": (component / "config.json").read_bytes()})
     main_commit = repo.refs["main"]
     shardconv.push(component, REPO, revision="sharded")
@@ -211,6 +211,10 @@ def test_a_branch_and_a_pull_request(hub: StandInHub, client: Any, component: Pa
     assert done.url == f"{hub.url}/{REPO}/discussions/1"
     assert repo.refs["main"] == main_commit
     assert check_whole(repo, "sharded") == check_whole(repo, "refs/pr/1") == ["tp2", "tp4"]
+    assert shardconv.push(component, REPO, revision="refs/pr/1").sent == {}
+    repo.commit(repo.commits[main_commit], "undo", "refs/pr/1")
+    shardconv.push(component, REPO, revision="refs/pr/1", degrees=[4])
+    assert check_whole(repo, "refs/pr/1") == ["tp4"]
     hub.users[SECRET] = User("alice")
     hub.log.clear()
     assert shardconv.push(component, REPO, revision="sharded").sent == {}
