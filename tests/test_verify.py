@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 import loader
 import shardconv
 from loader.validate import open_set
-from shardconv import Manifest, SetError, hub, verify
+from shardconv import Manifest, SetError, fetching, verify
 from shardconv.cli.main import main
 from shardconv.header import FileHeader
+from shardconv.hub import Listing, Repo
 from shardconv.inspecting import inspect
 
 RANK_1, SHARED = "rank-00001-of-00002.safetensors", "replicated.safetensors"
@@ -380,14 +381,14 @@ def test_a_repo_is_taken_at_the_commit_on_record(root: Path, monkeypatch: pytest
     """A set that came from the Hub is compared with the commit that it was converted from, not with what is newest."""
     asked: list[tuple[object, ...]] = []
 
-    def fetch(*args: object) -> hub.Snapshot:
-        asked.append(args)
-        return hub.Snapshot(root / "source", "c0ffee")
+    def fetch(repo: Repo, *args: object) -> fetching.Snapshot:
+        asked.append((repo.name, *args))
+        return fetching.Snapshot(repo, Listing("c0ffee", {}, ""), root / "source", (), temporary=False)
 
-    monkeypatch.setattr(hub, "fetch", fetch)
+    monkeypatch.setattr(fetching, "fetch", fetch)
     shardconv.convert("org/name", root / "new", tp=2, revision="main")
     verify(root / "new", source="org/name")
-    assert asked == [("org/name", "main", None, None), ("org/name", "c0ffee", None, None)]
+    assert asked == [("org/name", "main", None, None, False), ("org/name", "c0ffee", None, None, False)]
 
 
 def test_a_source_that_cannot_be_read_is_its_own_error(root: Path) -> None:
