@@ -198,7 +198,8 @@ class Repo:
 
         def read(api: Any) -> bytes:
             url = hf_hub_url(self.name, name, revision=listing.commit, endpoint=api.endpoint)
-            headers = {**build_hf_headers(token=self.token), "Range": f"bytes=0-{nbytes - 1}"}
+            headers = build_hf_headers(token=self.token)
+            headers |= {"Range": f"bytes=0-{nbytes - 1}", "Accept-Encoding": "identity"}
             with get_session().stream("GET", url, headers=headers, timeout=30) as response:
                 hf_raise_for_status(response)
                 data = bytearray()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from .checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .destination import is_set_file
 from .errors import HubError, SetError, UsageError
 from .hub import Listing, RemoteFile, Repo, card_metadata, degrees_in, digest_of, front_matter, is_repo_name
+from .jsonfile import parse
 from .layout import REPLICATED_FILE
 from .manifest import Manifest
 from .sendable import Sendable, SendableSet, sendable
@@ -69,7 +69,7 @@ def push(
 
     Args:
         private: of a repo that has to be created.
-        revision: the branch, created from main if need be; None is main.
+        revision: the branch, created from main if need be, or a pull request to go on with, `refs/pr/N`; None is main.
         create_pr: open a pull request instead of committing; needs no write access.
         degrees: only the sets of these tp degrees.
         dry_run: send nothing, create nothing.
@@ -93,7 +93,7 @@ def push(
     if repo.offline:
         raise HubError(f"{repo_id}: HF_HUB_OFFLINE is set, so nothing can be sent; unset it")
     state, branch_state = _states(repo, revision)
-    if state and not create_pr:
+    if state and not create_pr and not (revision or "").startswith("refs/pr/"):  # a pull request is its author's
         repo.check_write()
     elif not state:
         _check_may_create(repo)
@@ -177,15 +177,12 @@ def _changes(out: Path, local: Sendable, repo: Repo, remote: Listing) -> list[_U
 def _differing(files: Mapping[str, Path], remote: Listing) -> dict[str, Path]:
     """Those that the repo does not hold as they are here."""
 
-    def is_there(item: tuple[str, Path]) -> bool:
-        known = remote.files.get(item[0])
-        return known is not None and known.nbytes == item[1].stat().st_size and known.digest == digest_of(
-            item[1], known.digest
-        )  # fmt: skip
+    def differs(name: str) -> bool:
+        known, path = remote.files.get(name), files[name]
+        return known is None or known.nbytes != path.stat().st_size or known.digest != digest_of(path, known.digest)
 
     with ThreadPoolExecutor(None, "shardconv-digest") as executor:
-        there = list(executor.map(is_there, files.items()))
-    return {name: path for (name, path), known in zip(files.items(), there, strict=True) if not known}
+        return {name: files[name] for name, found in zip(files, executor.map(differs, files), strict=True) if found}
 
 
 def _set_unit(each: SendableSet, remote: Listing) -> _Unit:
@@ -212,8 +209,7 @@ def _check_strangers(
     for degree, folder in degrees_in(remote, component).items():
         if degree in ours:
             continue
-        name = f"{folder}/{MANIFEST_NAME}"
-        there = Manifest.from_json(json.loads(repo.read(remote, name)), f"{repo.name}: {name}")
+        there = _manifest_there(repo, remote, f"{folder}/{MANIFEST_NAME}")
         if config_changed or there.source.files != next(iter(ours.values())).manifest.source.files:
             issues.append(
                 f"{repo.name}: {folder} is of other weights or another config than what is pushed; push to another "
@@ -221,6 +217,15 @@ def _check_strangers(
             )
     if issues:
         raise SetError(*issues)
+
+
+def _manifest_there(repo: Repo, remote: Listing, name: str) -> Manifest:
+    where = f"{repo.name}: {name}"
+    try:
+        document = parse(repo.read(remote, name))
+    except ValueError as error:
+        raise SetError(f"{where}: not JSON ({error}); push that set again, or remove it from the repo") from None
+    return Manifest.from_json(document, where)
 
 
 def _merged(units: Iterable[_Unit]) -> _Unit:

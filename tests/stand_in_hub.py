@@ -403,7 +403,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _preupload(self, name: str, revision: str) -> None:
         repo = self._repo(name)
-        if "create_pr" not in self.query:
+        if "create_pr" not in self.query and not revision.startswith("refs/pr/"):
             self._check_write(name)
         held = repo.commits[self._commit_id(repo, revision)]
         answer = []
@@ -467,7 +467,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _commit(self, name: str, revision: str) -> None:
         repo = self._repo(name)
         is_pull = "create_pr" in self.query
-        if not is_pull:
+        if not is_pull and not revision.startswith("refs/pr/"):
             self._check_write(name)
         lines = [json.loads(line) for line in self.body.splitlines()]
         header = lines[0]["value"]

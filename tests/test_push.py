@@ -202,7 +202,7 @@ def test_a_replaced_set_goes_in_the_same_commit(hub: StandInHub, client: Any, ou
 
 
 def test_a_branch_and_a_pull_request(hub: StandInHub, client: Any, component: Path) -> None:
-    """`revision` makes the branch, `create_pr` needs no write access; main stays as it was."""
+    """`revision` makes the branch; `create_pr`, and going on with that one, need no write access; main stays."""
     repo = hub.add_repo(REPO, {"config.json": (component / "config.json").read_bytes()})
     main_commit = repo.refs["main"]
     shardconv.push(component, REPO, revision="sharded")
@@ -211,6 +211,10 @@ def test_a_branch_and_a_pull_request(hub: StandInHub, client: Any, component: Pa
     assert done.url == f"{hub.url}/{REPO}/discussions/1"
     assert repo.refs["main"] == main_commit
     assert check_whole(repo, "sharded") == check_whole(repo, "refs/pr/1") == ["tp2", "tp4"]
+    assert shardconv.push(component, REPO, revision="refs/pr/1").sent == {}
+    repo.commit(repo.commits[main_commit], "undo", "refs/pr/1")
+    shardconv.push(component, REPO, revision="refs/pr/1", degrees=[4])
+    assert check_whole(repo, "refs/pr/1") == ["tp4"]
     hub.users[SECRET] = User("alice")
     hub.log.clear()
     assert shardconv.push(component, REPO, revision="sharded").sent == {}
@@ -423,6 +427,27 @@ def test_sets_of_other_weights_are_not_mixed(hub: StandInHub, client: Any, compo
     hub.log.clear()
     with pytest.raises(SetError, match=r"tp4 is of other weights or another config than what is pushed"):
         shardconv.push(tmp_path / "theirs", REPO)
+    assert writes(hub) == []
+
+
+def test_a_damaged_set_in_the_repo_is_named(hub: StandInHub, client: Any, component: Path) -> None:
+    """What stands beside the pushed set cannot be judged: one sentence, nothing sent; pushed along, it is mended."""
+    repo = hub.add_repo(REPO, {"tp4/shardconv.json": b"{half a manif"})
+    with pytest.raises(SetError, match=rf"^{REPO}: tp4/shardconv.json: not JSON .*; push that set again, or remove it"):
+        shardconv.push(component, REPO, degrees=[2])
+    assert writes(hub) == []
+    shardconv.push(component, REPO)
+    assert check_whole(repo) == ["tp2", "tp4"]
+
+
+def test_without_a_login_nothing_is_sent(
+    hub: StandInHub, client: Any, component: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No token at all: what to do is said."""
+    monkeypatch.delenv("HF_TOKEN")
+    said = refused(capsys, component, REPO)
+    assert said.startswith(f"{REPO}: the Hub knows no such login (")
+    assert said.endswith("; log in: hf auth login")
     assert writes(hub) == []
 
 

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
     elif not args.quiet:
         print("\n\n".join(as_text(outcome, args.dry_run) for outcome in outcomes))
         if download:
-            print(f"\n{args.source}: {len(download)} files, {human(sum(download.values()))}, would be downloaded")
+            print(f"\n{args.source}: {human(sum(download.values()))} would be downloaded ({len(download)} files)")
 
 
 def as_json(outcome: Outcome) -> dict[str, object]:

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("out", metavar="OUT", help="what shardconv convert wrote: an output or component folder")
     add("repo", metavar="REPO_ID", help="org/name; created if need be")
     add("--private", action="store_true", help="if the repo has to be created, make it private")
-    add("--revision", metavar="B", help="branch to push to, created from main if need be; default: main")
+    add("--revision", metavar="B", help="branch, created from main if need be, or refs/pr/N; default: main")
     add("--create-pr", action="store_true", help="open a pull request instead of committing")
     add("--degrees", metavar="N,N", help="only the sets of these tp degrees; default: all of OUT")
     add("--commit-message", metavar="TEXT", help="default: the names of the sets")
