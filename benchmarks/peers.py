@@ -132,12 +132,14 @@ def local_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _ours(job: Job, verify: bool = False) -> Load:
     fake_group(job)
     model_class(job.source)
-    from loader.load import _load_rank
+    from loader import load as runtime
     from loader.ranks import ranks_of
 
+    runtime.heed = lambda ranks: None  # type: ignore[attr-defined]  # the other ranks are not there to be heard
+
     def load() -> tuple[Tensors, Any]:
-        # load_model without its last word, `agree`, for which the other ranks would have to be there.
-        model = _load_rank(job.out, None, job.device, None, ranks_of(), verify)[0]
+        # load_model without its last word, for which the other ranks would have to be there.
+        model = runtime._load_rank(job.out, None, job.device, None, ranks_of(), verify)[0]
         return local_state(model), model
 
     return load

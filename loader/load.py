@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -138,6 +138,7 @@ def _load_rank(
         check()
         heed(ranks)
         tensors = {name: tensor for take in loaded for name, tensor in take().items()}
+    del stored, loaded  # they keep what a cast replaces
     if dtype is not None:
         _cast(tensors, dtype, models.keep_in_fp32(cls))
     _attach(model, tensors, device)
@@ -158,13 +159,18 @@ def _reading(opened: OpenSet, device: torch.device, transfer: str | None) -> Ite
         single = {
             file.path: executor.submit(_transfer, file.path, file.header, device, transfer) for file in opened.single
         }
-        pending: list[Future[Mapping[str, torch.Tensor]]] = [*single.values(), executor.submit(_joined, opened, device)]
+        pending = list(single.values())
+        if device.type != "cpu":
+            pending.append(executor.submit(_joined, opened, device))
         stored: list[Take] = [
             single[file.path].result if file.path in single else partial(map_file, file.path, file.header)
             for file in opened.files
         ]
+        loaded: list[Take] = [future.result for future in pending]
+        if device.type == "cpu":  # memory that is not taken before the ranks agree to go on
+            loaded.append(partial(_joined, opened, device))
         try:
-            yield stored, [future.result for future in pending]
+            yield stored, loaded
         finally:
             for future in pending:
                 future.cancel()

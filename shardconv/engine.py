@@ -111,8 +111,8 @@ class _Stopped(Exception):
 class _Workers:
     """A few threads, each dealing with one tensor at a time, and the files they read."""
 
-    def __init__(self, paths: set[Path], progress: Progress, nr: int = WORKERS) -> None:
-        self.nr = nr
+    def __init__(self, paths: set[Path], progress: Progress, nr: int | None = None) -> None:
+        self.nr = nr or WORKERS
         self.progress = progress
         self.stop = threading.Event()
         self.fds: dict[Path, int] = {}
