@@ -103,7 +103,7 @@ def _load_rank(
         tensors = _cast(tensors, dtype, models.keep_in_fp32(cls))
     _attach(model, tensors, device)
     if ranks.size > 1:
-        apply(model, resolution.modules, ranks)
+        apply(model, resolution, ranks)
     model.register_to_config(_name_or_path=os.fspath(path))
     return model, manifest.conversion_id
 

@@ -294,8 +294,8 @@ def _prepare(located: _Located, component: str, out: Path, options: Options) -> 
 
     checkpoint = open_checkpoint(located.folder / component, options.variant)
     cls = models.model_class(checkpoint.class_name, checkpoint.config.get("_diffusers_version"))
-    plan = options.plan or models.class_plan(cls)
     model = models.skeleton(cls, checkpoint.config)
+    plan = options.plan or models.class_plan(model)
     expected = models.stored_tensors(model)
     tied = models.tied_names(model)
     aliases = _aliases(checkpoint, tied)
@@ -309,7 +309,7 @@ def _prepare(located: _Located, component: str, out: Path, options: Options) -> 
     if issues:
         errors.append(OutputError(*issues))
     try:
-        resolution = resolve(model, plan, options.tp, models.other_plan(cls))
+        resolution = resolve(model, plan, options.tp, models.other_plan(model))
     except PlanError as error:
         errors.append(error)
     else:

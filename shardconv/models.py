@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from .catalogue import ENTRIES, entry_of, expand
 from .errors import CheckpointError, PlanError
 from .plan import Plan, parse_plan
 
@@ -38,32 +39,43 @@ def model_class(name: str, written_by: str | None = None) -> Any:
     )
 
 
-def class_plan(cls: Any) -> Plan:
-    """The plan a model class carries as `_tp_plan`. Raises `PlanError` when it has none."""
-    raw = getattr(cls, "_tp_plan", None)
-    if not raw:
+def class_plan(model: Any) -> Plan:
+    """The plan of the model's class: its `_tp_plan`, else the catalogue's. Raises `PlanError` when it has neither."""
+    name = type(model).__name__
+    raw = getattr(type(model), "_tp_plan", None)
+    if raw:
+        return parse_plan(raw, f"{name}._tp_plan")
+    entry = entry_of(model)
+    refused = [why for why, applies in entry.refused.items() if applies(model.config)] if entry else []
+    if refused:
+        raise PlanError(*(f"{name}: {why}; give a plan that leaves it whole with --plan FILE" for why in refused))
+    plan = expand(entry.plan, model) if entry else None
+    if not plan:
         import diffusers
 
         raise PlanError(
-            f"{cls.__name__}: has no _tp_plan in diffusers {diffusers.__version__}; give one with --plan FILE"
+            f"{name}: has no _tp_plan in diffusers {diffusers.__version__} and is not in the catalogue "
+            "(shardconv plans lists it); give a plan with --plan FILE"
         )
-    return parse_plan(raw, f"{cls.__name__}._tp_plan")
+    return plan
 
 
-def other_plan(cls: Any) -> Plan | None:
+def other_plan(model: Any) -> Plan | None:
     """The class's own plan, beside a plan that somebody gave; None when there is none that we understand."""
     try:
-        return class_plan(cls)
+        return class_plan(model)
     except PlanError:
         return None
 
 
 def has_plan(library: str, name: str) -> bool:
-    """Whether a pipeline component (`library`, class name of model_index.json) is a model with a `_tp_plan`."""
+    """Whether a pipeline component (`library`, class name of model_index.json) is a model that has a plan."""
     import diffusers
 
     cls = getattr(diffusers, name, None) if library == "diffusers" and name.isidentifier() else None
-    return isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin) and bool(getattr(cls, "_tp_plan", None))
+    if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)):
+        return False
+    return bool(getattr(cls, "_tp_plan", None)) or name in ENTRIES
 
 
 def skeleton(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:

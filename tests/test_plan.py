@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from shardconv.errors import PlanError
 from shardconv.plan import Plan, Rule, Style, parse_plan, plan_to_json, read_plan_file
 
-SUPPORTED = "supported: colwise, rowwise, rowwise_split_input, packed_colwise, packed_rowwise, rowwise_rep"
+SUPPORTED = (
+    "supported: colwise, rowwise, rowwise_split_input, packed_colwise, packed_rowwise, "
+    "norm_across_heads, parameter, rowwise_rep"
+)
 
 
 def _issues(raw: object) -> tuple[str, ...]:

@@ -1,0 +1,150 @@
+"""Every class of the catalogue: sharded output equals unsharded output. A class is in it only while this passes."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from safetensors.torch import load_file
+
+import shardconv
+from shardconv.catalogue import ENTRIES, cases
+from shardconv.merging import merge
+from shardconv.models import class_plan
+
+TOLERANCE = 1e-5  # of the largest output, fp32; measured: at most 1.6e-06, on 2 and on 4 ranks
+SEEN = 100 * TOLERANCE  # a fault must differ by this much at least
+NAMES = sorted(ENTRIES)
+
+
+@functools.cache
+def folder() -> Path:
+    """Removed when the interpreter ends."""
+    global _kept
+    _kept = tempfile.TemporaryDirectory(prefix="shardconv-catalogue-")
+    return Path(_kept.name)
+
+
+@functools.cache
+def built(name: str) -> Any:
+    """The small model of a class, norms' weights far from 1 and biases far from 0."""
+    return cases.build(name)
+
+
+@functools.cache
+def expected(name: str) -> list[torch.Tensor]:
+    """What it gives unsharded."""
+    return cases.outputs(built(name), cases.inputs(built(name)))
+
+
+@functools.cache
+def source(name: str) -> Path:
+    """The small model as diffusers saves it."""
+    built(name).save_pretrained(folder() / name / "source")
+    return folder() / name / "source"
+
+
+@functools.cache
+def converted(name: str, tp: int) -> Path:
+    """What `convert` makes of it, without a plan being given."""
+    shardconv.convert(source(name), folder() / name / "out", tp=tp)
+    return folder() / name / "out"
+
+
+def test_every_class_has_a_case() -> None:
+    """Each entry has its small case, and no case is without an entry."""
+    assert set(ENTRIES) == set(cases.CASES)
+    assert len(ENTRIES) >= 65
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_sharded_output_equals_unsharded(name: str, tp: int) -> None:
+    """Converted without naming a plan and loaded, the model gives on 2 and on 4 ranks what it gives unsharded (C4)."""
+    import catalogue_ranks
+
+    found = ranks.values(catalogue_ranks.load_and_compare, converted(name, tp), expected(name), n=tp)
+    assert max(found) <= TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_slices_are_exact_and_merge_gives_the_source_back(name: str) -> None:
+    """Every slice is bit for bit what plain torch cuts, and merging the set gives the source's tensors back."""
+    out = converted(name, 2)
+    whole = load_file(source(name) / "diffusion_pytorch_model.safetensors")
+    manifest = shardconv.Manifest.read(out / "tp2")
+    states = [load_file(path) for path in sorted((out / "tp2").glob("rank-*"))]
+    states.append(load_file(out / "tp2" / "replicated.safetensors"))
+    for tensor in manifest.tensors:
+        if tensor.cut is None:
+            assert torch.equal(states[2][tensor.name], whole[tensor.name])
+            continue
+        blocks = whole[tensor.name].split(list(tensor.cut.block_sizes), dim=tensor.cut.dim)
+        for rank in range(2):
+            mine = torch.cat([block.chunk(2, dim=tensor.cut.dim)[rank] for block in blocks], dim=tensor.cut.dim)
+            assert torch.equal(states[rank][tensor.name], mine)
+    merge(out / "tp2", folder() / name / "merged")
+    merged = load_file(folder() / name / "merged" / "diffusion_pytorch_model.safetensors")
+    assert merged.keys() == whole.keys()
+    assert all(torch.equal(merged[key], whole[key]) for key in whole)
+
+
+# --- each kind of fix-up is needed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        # these five run without an error under a bare plan
+        ("PixArtTransformer2DModel", "heads left whole"),
+        ("AllegroTransformer3DModel", "heads left whole"),
+        ("LatteTransformer3DModel", "heads left whole"),
+        ("SanaTransformer2DModel", "heads left whole"),
+        ("SD3Transformer2DModel", "heads left whole"),
+        ("OvisImageTransformer2DModel", "heads left whole"),
+        ("WanTransformer3DModel", "norm left local"),
+        ("LuminaNextDiT2DModel", "norm left local"),
+        ("AnyFlowTransformer3DModel", "norm left local"),
+        ("LTXVideoTransformer3DModel", "rope left whole"),
+        ("LTX2VideoTransformer3DModel", "rope of rank 0"),
+        ("NucleusMoEImageTransformer2DModel", "experts not summed"),
+        ("SanaTransformer2DModel", "convolution not summed"),
+    ],
+)
+def test_without_a_fix_up_the_output_is_wrong(name: str, fault: str) -> None:
+    """Each kind of fix-up, left out, is an error or a difference far beyond the tolerance (C4)."""
+    import catalogue_ranks
+
+    config = {"qk_norm": None} if name.startswith("SD3") else {}
+    assert max(ranks.values(catalogue_ranks.compare_without, name, "none", config)) <= TOLERANCE
+    for found in ranks.values(catalogue_ranks.compare_without, name, fault, config):
+        assert found in ("RuntimeError", "LoadError") or found > SEEN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("MochiTransformer3DModel", "pos_frequencies"),
+        ("LuminaNextDiT2DModel", "layers.*.gate"),
+        ("HeliosTransformer3DModel", "blocks.*.attn1.history_key_scale"),
+        ("NucleusMoEImageTransformer2DModel", "experts.down_proj"),
+    ],
+)
+def test_a_bare_parameter_left_whole_is_an_error(name: str, key: str) -> None:
+    """A parameter with a value for each head, left out of the plan, does not fit the local heads."""
+    import catalogue_ranks
+
+    plan = class_plan(built(name))
+    rest = {pattern: rule for pattern, rule in plan.items() if not pattern.endswith(key)}
+    assert len(rest) < len(plan)
+    outcomes = ranks.run(catalogue_ranks.compare, name, cases.CASES[name].config, rest)
+    assert all(each.error in ("RuntimeError", "LoadError") or each.value > SEEN for each in outcomes)
