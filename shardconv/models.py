@@ -75,7 +75,7 @@ def has_plan(library: str, name: str) -> bool:
     cls = getattr(diffusers, name, None) if library == "diffusers" and name.isidentifier() else None
     if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)):
         return False
-    return bool(getattr(cls, "_tp_plan", None)) or name in ENTRIES
+    return bool(getattr(cls, "_tp_plan", None)) or (name in ENTRIES and bool(ENTRIES[name].plan))
 
 
 def skeleton(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:

@@ -17,6 +17,11 @@ from shardconv.catalogue import ENTRIES, cases
 from shardconv.merging import merge
 from shardconv.models import class_plan
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+    pytest.mark.filterwarnings("ignore:In CPU autocast"),
+]
+
 TOLERANCE = 1e-5  # of the largest output, fp32; measured: at most 1.6e-06, on 2 and on 4 ranks
 SEEN = 100 * TOLERANCE  # a fault must differ by this much at least
 NAMES = sorted(ENTRIES)

@@ -1159,9 +1159,9 @@ CASES: Mapping[str, Case] = {
     ),
     "NucleusMoEImageTransformer2DModel": Case(
         {
-            "in_channels": 8, "out_channels": 2, "num_layers": 4, "attention_head_dim": 16, "num_attention_heads": 8,
+            "in_channels": 8, "out_channels": 2, "num_layers": 5, "attention_head_dim": 16, "num_attention_heads": 8,
             "num_key_value_heads": 4, "joint_attention_dim": 20, "axes_dims_rope": (4, 6, 6), "mlp_ratio": 2.0,
-            "num_experts": 4, "moe_intermediate_dim": 24, "capacity_factors": [2.0] * 4,
+            "num_experts": 4, "moe_intermediate_dim": 24, "capacity_factors": [2.0] * 5,
         },
         nucleus,
     ),

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import ShardconvError, UsageError
-from . import convert, demo, merge
+from . import check, convert, demo, merge, plans
 
-VERBS = (convert, merge, demo)
+VERBS = (convert, merge, plans, check, demo)
 
 EXAMPLE = """example:
   $ shardconv convert --tp 4 black-forest-labs/FLUX.2-dev out/     # once, on any machine
