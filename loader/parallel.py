@@ -35,6 +35,8 @@ def parallelize(
     tp: int | None = None,
     plan: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     group: Any = None,
+    *,
+    lean: bool = False,
 ) -> nn.Module:
     """Keep this rank's slices of a model in memory and wrap its modules, as `load_model` does. In place.
 
@@ -43,6 +45,7 @@ def parallelize(
         tp: the degree, if you want it checked; must be the size of the group.
         plan: a plan file or the map it would hold; None takes the class's `_tp_plan`.
         group: a process group or a one-dimensional device mesh; None for all processes.
+        lean: also cut the modulation and embedder projections that the class's own plan leaves whole.
 
     Returns:
         `model`, in eval mode, its parameters without gradients.
@@ -52,7 +55,7 @@ def parallelize(
             ranks hold different weights, the model is already sharded, quantized, offloaded or has LoRA layers.
     """
     ranks = ranks_of(group)
-    resolution = together(ranks, lambda: _resolve(model, tp, plan, ranks))[ranks.rank]
+    resolution = together(ranks, lambda: _resolve(model, tp, plan, ranks, lean))[ranks.rank]
     if len(set(together(ranks, lambda: _fingerprint(model, resolution)))) > 1:
         raise LoadError(
             f"{type(model).__name__}: the ranks hold different weights, configs or plans, so that their slices would "
@@ -71,12 +74,14 @@ def parallelize(
 
 
 def _resolve(
-    model: nn.Module, tp: int | None, plan: Mapping[str, Any] | str | os.PathLike[str] | None, ranks: Ranks
+    model: nn.Module, tp: int | None, plan: Mapping[str, Any] | str | os.PathLike[str] | None, ranks: Ranks, lean: bool
 ) -> Resolution:
     if tp is not None and tp != ranks.size:
         raise UsageError(f"tp: expected the size of the group, {ranks.size}, found {tp}; leave tp out")
     _check_plain(model)
-    given = class_plan(model) if plan is None else _plan_of(plan)
+    if lean and plan is not None:
+        raise UsageError("lean: adds to the class's own plan, and plan replaces it; give one of them")
+    given = class_plan(model, ranks.size if lean else None) if plan is None else _plan_of(plan)
     resolution = resolve(model, given, ranks.size, other_plan(model))
     check_layers(model, resolution.modules)
     return resolution

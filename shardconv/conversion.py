@@ -8,12 +8,13 @@ import warnings as python_warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
 from . import engine
 from ._version import __version__
+from .auto_rows import AUTO_ROWS, auto_rows
 from .checkpoint import (
     CONFIG_NAME,
     MANIFEST_NAME,
@@ -30,10 +31,11 @@ from .checkpoint import (
 )
 from .destination import PartialFolder, check_links, check_space, check_target, link_files, set_folder_name, sets_in
 from .errors import CheckpointError, OutputError, PlanError, SetError, ShardconvError, ShardconvWarning, UsageError
-from .layout import ConvertPlan, file_header, plan_layout, stored_tensors
+from .layout import ConvertPlan, StoredTensor, file_header, plan_layout, stored_tensors
 from .manifest import FileRecord, Manifest, Source, SourceFileRecord
 from .pagecache import ReadAhead, is_cached
 from .plan import Plan, parse_plan, read_plan_file
+from .resolve import resolve
 from .sets import open_files
 
 DTYPES: Mapping[str, str] = {
@@ -50,7 +52,8 @@ class Options:
     tp: int
     variant: str | None = None
     dtype: str | None = None  # a key of DTYPES
-    plan: Plan | None = None
+    plan: Plan | Literal["auto-rows"] | None = None  # None: the class's own
+    lean: bool = False  # also cut modulation and embedders
     self_contained: bool = False
     overwrite: bool = False
     dry_run: bool = False
@@ -65,6 +68,7 @@ class Outcome:
     manifest: Manifest
     warnings: tuple[str, ...]
     was_there: bool  # the same set stood there already, so nothing was written
+    rank_nbytes: Mapping[str, int]  # in a dry run with the class's own plan: "plain" and "lean" -> bytes of one rank
 
 
 NewProgress = Callable[[str, int], "engine.Progress"]  # (what, total bytes) -> called with bytes just dealt with
@@ -80,6 +84,7 @@ def convert(
     revision: str | None = None,
     dtype: Any = None,
     plan: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    lean: bool = False,
     self_contained: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -97,7 +102,9 @@ def convert(
         revision: branch, tag or commit of a Hub repo.
         dtype: `bf16`, `fp16`, `fp32` or torch's dtype; casts real floating point only and keeps the class's
             `_keep_in_fp32_modules` in fp32. None stores what the source has, unchanged.
-        plan: a plan file or the map it would hold; None takes the class's `_tp_plan`.
+        plan: a plan file, the map it would hold, or `"auto-rows"`: every `Linear` as rowwise_split_input, for a class
+            without a plan. None takes the class's own.
+        lean: also cut the modulation and embedder projections that the class's plan leaves whole.
         self_contained: write replicated tensors into each rank's file instead of once into a shared one.
         overwrite: replace a set of the same degree, in one step.
         dry_run: read headers and configs only, write nothing.
@@ -110,17 +117,17 @@ def convert(
             found; nothing is left behind. Advice that does not stop the work comes as `ShardconvWarning`.
     """
     name = None if dtype is None else str(dtype).removeprefix("torch.")
-    options = Options(tp, variant, name, _as_plan(plan), self_contained, overwrite, dry_run)
+    options = Options(tp, variant, name, _as_plan(plan), lean, self_contained, overwrite, dry_run)
     outcomes = convert_all(source, out, options, subfolder=subfolder, revision=revision)
     for text in [text for outcome in outcomes for text in outcome.warnings]:
         python_warnings.warn(text, ShardconvWarning, stacklevel=2)
     return outcomes[0].manifest
 
 
-def _as_plan(plan: Mapping[str, Any] | str | os.PathLike[str] | None) -> Plan | None:
+def _as_plan(plan: Mapping[str, Any] | str | os.PathLike[str] | None) -> Plan | Literal["auto-rows"] | None:
     if plan is None or isinstance(plan, Mapping):
         return None if plan is None else parse_plan(plan, "plan")
-    return read_plan_file(plan)
+    return "auto-rows" if plan == AUTO_ROWS else read_plan_file(plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +141,7 @@ class _Job:
     plan: ConvertPlan
     tied: Sequence[tuple[str, ...]]  # names that are one parameter
     warnings: tuple[str, ...]
+    rank_nbytes: Mapping[str, int]
 
     @property
     def folder(self) -> Path:
@@ -154,6 +162,8 @@ def convert_all(
         raise UsageError(f"--tp: expected a positive number of ranks, found {options.tp}")
     if Path(source).is_dir() and Path(source).resolve() in Path(out).resolve().parents:
         raise OutputError(f"{out}: lies inside the source {source}, which stays as it is; name another OUT")
+    if options.lean and options.plan is not None:
+        raise UsageError("--lean: adds to the class's own plan, and --plan replaces it; give one of them")
     if options.dtype is not None and options.dtype not in DTYPES:
         raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {options.dtype!r}")
     if subfolder is not None and (Path(subfolder).is_absolute() or ".." in Path(subfolder).parts):
@@ -172,7 +182,7 @@ def convert_all(
         raise OutputError(*issues)
     there = [_existing(job, options, new_progress) for job in jobs]
     if options.dry_run:
-        return [Outcome(job.component, job.folder, job.manifest, job.warnings, False) for job in jobs]
+        return [Outcome(job.component, job.folder, job.manifest, job.warnings, False, job.rank_nbytes) for job in jobs]
     needed = sum(job.plan.layout.nbytes for job, known in zip(jobs, there, strict=True) if known is None)
     issues = check_space(out, needed) if needed else []
     if issues:
@@ -180,7 +190,7 @@ def convert_all(
     outcomes = []
     for job, known in zip(jobs, there, strict=True):
         manifest = known or _execute(job, options.overwrite, cold, new_progress)
-        outcomes.append(Outcome(job.component, job.folder, manifest, job.warnings, known is not None))
+        outcomes.append(Outcome(job.component, job.folder, manifest, job.warnings, known is not None, {}))
     link_files(located.folder, out, rest)
     return outcomes
 
@@ -290,12 +300,11 @@ def _prepare_all(located: _Located, components: Sequence[str], out: Path, option
 def _prepare(located: _Located, component: str, out: Path, options: Options) -> _Job:
     """Check everything that can be checked without reading weights; one error for all faults of a component."""
     from . import models
-    from .resolve import resolve
 
     checkpoint = open_checkpoint(located.folder / component, options.variant)
     cls = models.model_class(checkpoint.class_name, checkpoint.config.get("_diffusers_version"))
     model = models.skeleton(cls, checkpoint.config)
-    plan = options.plan or models.class_plan(model)
+    plan = _plan(model, options)
     expected = models.stored_tensors(model)
     tied = models.tied_names(model)
     aliases = _aliases(checkpoint, tied)
@@ -347,7 +356,31 @@ def _prepare(located: _Located, component: str, out: Path, options: Options) -> 
     loud = unexpected_names(checkpoint, expected, models.ignored_patterns(cls))
     if loud:
         warnings.append(f"{checkpoint.folder}: tensors that {cls.__name__} does not have are left out: {shorten(loud)}")
-    return _Job(component, target, checkpoint, manifest, ConvertPlan(layout, sources), tied, tuple(warnings))
+    sizes = _rank_nbytes(model, tensors, options) if options.dry_run and options.plan is None else {}
+    return _Job(component, target, checkpoint, manifest, ConvertPlan(layout, sources), tied, tuple(warnings), sizes)
+
+
+def _plan(model: Any, options: Options) -> Plan:
+    from . import models
+
+    if options.plan == AUTO_ROWS:
+        return auto_rows(model, options.tp)
+    if options.plan is not None and not isinstance(options.plan, str):
+        return options.plan
+    return models.class_plan(model, options.tp if options.lean else None)
+
+
+def _rank_nbytes(model: Any, tensors: Sequence[StoredTensor], options: Options) -> dict[str, int]:
+    """What one rank would hold, with and without `lean`."""
+    sizes = {}
+    for name, lean in (("plain", False), ("lean", True)):
+        try:
+            cuts = resolve(model, _plan(model, replace(options, lean=lean)), options.tp).cuts
+        except PlanError:  # nothing to add for memory
+            continue
+        planned = (replace(tensor, cut=cuts.get(tensor.name, (None, None))[1]) for tensor in tensors)
+        sizes[name] = sum(tensor.slice_nbytes(options.tp) for tensor in planned)
+    return sizes
 
 
 def _aliases(checkpoint: Checkpoint, tied: Sequence[tuple[str, ...]]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .catalogue import ENTRIES, entry_of, expand
+from .catalogue.entry import places_of
 from .errors import CheckpointError, PlanError
 from .plan import Plan, parse_plan
 
@@ -39,8 +40,24 @@ def model_class(name: str, written_by: str | None = None) -> Any:
     )
 
 
-def class_plan(model: Any) -> Plan:
-    """The plan of the model's class: its `_tp_plan`, else the catalogue's. Raises `PlanError` when it has neither."""
+def class_plan(model: Any, lean_for: int | None = None) -> Plan:
+    """The plan of the model's class: its `_tp_plan`, else the catalogue's.
+
+    `lean_for`: a tp degree for which the catalogue's additions for memory are wanted too; one that the degree does not
+    divide is left out. Raises `PlanError` for a class that has no plan, or nothing to add.
+    """
+    plan = _own_plan(model)
+    if lean_for is None:
+        return plan
+    entry = entry_of(model)
+    more = expand(entry.lean, model) if entry else {}
+    if not more:
+        raise PlanError(f"{type(model).__name__}: its plan leaves nothing that could be cut for memory; drop --lean")
+    fitting = {key for key in more if all(module.in_features % lean_for == 0 for _, module in places_of(model, key))}
+    return {**plan, **{key: rule for key, rule in more.items() if key in fitting}}
+
+
+def _own_plan(model: Any) -> Plan:
     name = type(model).__name__
     raw = getattr(type(model), "_tp_plan", None)
     if raw:

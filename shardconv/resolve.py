@@ -75,11 +75,13 @@ def resolve(model: Any, plan: Plan, tp: int, class_plan: Plan | None = None) -> 
 
 
 def _is_proved(model: Any, plan: Plan) -> bool:
-    """Whether the plan is the catalogue's own, shown by a test to give the unsharded output. What looks doubtful in it
-    (projections that share one output layer, say) is meant."""
+    """Whether the plan is the catalogue's own, lean or not, shown by a test to give the unsharded output. What looks
+    doubtful in it (projections that share one output layer, say) is meant."""
     entry = entry_of(model)
-    own = expand(entry.plan, model) if entry else {}
-    return bool(own) and own == plan
+    if entry is None:
+        return False
+    own, more = expand(entry.plan, model), expand(entry.lean, model)
+    return bool(own) and own == {key: rule for key, rule in plan.items() if more.get(key) != rule}
 
 
 def _check_sense(

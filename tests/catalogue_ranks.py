@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import json
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import loader
-from loader import fixups, linear, parallel
-from shardconv.catalogue import cases
+from loader import check_ranks, fixups, linear, parallel
+from shardconv.auto_rows import auto_rows
+from shardconv.catalogue import ENTRIES, cases
 from shardconv.errors import LoadError
 from shardconv.plan import Plan
 
@@ -23,18 +26,50 @@ for _name in cases.CASES:
     getattr(diffusers, _name)
 
 
+def compare_all(name: str, out: Path, expected: list[torch.Tensor]) -> dict[str, float | str]:
+    """For each way to shard the small model: the largest difference from its unsharded outputs, of the largest output.
+
+    `set`: loaded from `out`; `lean` and `auto-rows`: sharded in memory.
+    """
+    ways: dict[str, Callable[[], Any]] = {
+        "set": lambda: loader.load_model(out, device="cpu"),
+        "lean": lambda: loader.parallelize(cases.build(name), lean=True),
+        "auto-rows": lambda: loader.parallelize(cases.build(name), plan=_auto_rows(name)),
+    }
+    if not ENTRIES[name].lean:
+        del ways["lean"]
+    found: dict[str, float | str] = {}
+    for way, make in ways.items():
+        model = make()
+        found[way] = small_sets.difference(cases.outputs(model, cases.inputs(model)), expected)
+    return found
+
+
+def _auto_rows(name: str) -> Plan:
+    return auto_rows(cases.build(name), dist.get_world_size())
+
+
 def load_and_compare(out: Path, expected: list[torch.Tensor]) -> float:
-    """The largest difference between the loaded model's outputs and the unsharded one's, of the largest output."""
+    """The difference of the loaded model alone."""
     model = loader.load_model(out, device="cpu")
     return small_sets.difference(cases.outputs(model, cases.inputs(model)), expected)
 
 
 def compare(name: str, config: Mapping[str, Any], plan: Plan | None = None, dtype: torch.dtype | None = None) -> float:
-    """Likewise for a model sharded in memory under `plan`."""
+    """Likewise for a model sharded in memory under `plan`, all of it in `dtype`."""
     whole = cases.build(name, config).to(dtype)
     expected = cases.outputs(whole, _cast(cases.inputs(whole), dtype))
     model = loader.parallelize(cases.build(name, config).to(dtype), plan=plan)
     return small_sets.difference(cases.outputs(model, _cast(cases.inputs(model), dtype)), expected)
+
+
+def check(name: str, tp: int, plan: Mapping[str, Any] | None, fault: str = "none") -> dict[str, Any]:
+    """The report of `shardconv check`, with a fault put in."""
+    with tempfile.TemporaryDirectory() as folder, FAULTS[fault]():
+        job = {"model_class": name, "config": None, "tp": tp, "plan": plan}
+        Path(folder, "job.json").write_text(json.dumps(job))
+        check_ranks.main(folder)
+        return dict(json.loads(Path(folder, "report.json").read_text()))
 
 
 def _cast(given: Any, dtype: torch.dtype | None) -> Any:

@@ -25,17 +25,19 @@ from shardconv.cli.main import VERBS, main, parser
 # A new option is a deliberate change: it is added here, to the README and to the change log.
 FLAGS = {
     "convert": [
-        "SOURCE", "OUT", "--help", "--tp", "--subfolder", "--variant", "--revision", "--dtype", "--plan",
+        "SOURCE", "OUT", "--help", "--tp", "--subfolder", "--variant", "--revision", "--dtype", "--plan", "--lean",
         "--self-contained", "--overwrite", "--dry-run", "--json", "--quiet",
     ],
     "merge": ["PATH", "OUT", "--help", "--max-shard-size", "--quiet"],
+    "plans": ["CLASS", "--help", "--json"],
+    "check": ["SUBJECT", "--help", "--tp", "--plan", "--json"],
     "demo": ["--help", "--model", "--keep"],
 }  # fmt: skip
 
 JSON_KEYS = [
     "component", "folder", "already_there", "conversion_id", "model_class", "tp_degree", "self_contained", "cast_to",
-    "nbytes", "set_nbytes", "rank_nbytes", "replicated_nbytes", "replicated_share", "styles", "dtypes", "files",
-    "left_out", "warnings",
+    "nbytes", "set_nbytes", "rank_nbytes", "replicated_nbytes", "replicated_share", "rank_nbytes_by_plan",
+    "styles", "dtypes", "files", "left_out", "warnings",
 ]  # fmt: skip
 
 

@@ -26,6 +26,7 @@ class Entry:
     summed: tuple[str, ...] = ()  # modules with cut parameters of their own, whose output is a part of a sum
     lean: Mapping[str, Rule] = field(default_factory=dict)  # more to cut, for memory: modulation and embedders
     refused: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)  # what it lacks -> by config, whether so
+    raw: tuple[str, ...] = ()  # layers whose weights the class reads itself, so that no rule can take them
     checked: tuple[str, ...] = ("0.42.1",)  # the diffusers versions it was tested with
 
 

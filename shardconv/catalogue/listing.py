@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from ..plan import Plan, Style, plan_to_json
 from .cases import CASES
 from .entry import Entry
 from .plans import ENTRIES
+from .released import RELEASED
 
 PARAMETER_NBYTES = 2  # bfloat16
 MAX_TP = 8  # degrees up to the ranks of one node
@@ -19,45 +20,74 @@ MAX_TP = 8  # degrees up to the ranks of one node
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One class."""
+    """One class. Shares are of all bytes, 0 to 1; bytes of a rank are at the last of `degrees`."""
 
     model_class: str
-    degrees: tuple[int, ...]  # up to 16
+    degrees: tuple[int, ...]
     nbytes: int  # of the whole model
-    rank_nbytes: int  # of one rank at the last of `degrees`
+    rank_nbytes: int
+    replicated_share: float
+    lean_rank_nbytes: int  # as without `--lean` where it has nothing to add
+    lean_replicated_share: float
     needs: tuple[str, ...]  # what its attention code needs beside sharded layers
 
 
 def rows() -> Iterator[Row]:
-    """Every class of the catalogue, by its default configuration, or its small case where it has no whole default."""
+    """Every class of the catalogue, by a released model of it, its default configuration, or else its small case."""
+    from .. import models
+
+    released = {each.model_class: each.config for each in reversed([*RELEASED.values()])}
+    for name in sorted(ENTRIES):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecations inside diffusers' own classes
+            model = _skeleton(models.model_class(name), released.get(name))
+        yield row_of(model)
+
+
+def _skeleton(cls: Any, config: Mapping[str, Any] | None) -> Any:
     from .. import models
     from ..errors import CheckpointError
 
-    for name in sorted(ENTRIES):
-        cls = models.model_class(name)
-        try:
-            model = models.skeleton(cls, {})
-        except CheckpointError:
-            model = models.skeleton(cls, CASES[name].config)
-        yield row_of(model, models.class_plan(model))
+    try:
+        return models.skeleton(cls, config or {})
+    except CheckpointError:  # some arguments have no default
+        return models.skeleton(cls, CASES[cls.__name__].config)
 
 
-def row_of(model: Any, plan: Plan) -> Row:
-    """Degrees and sizes of one model under one plan. Raises `PlanError`."""
-    from ..resolve import degrees_of, resolve
+def row_of(model: Any) -> Row:
+    """Degrees and sizes of one model under the plan of its class. Raises `PlanError`."""
+    from .. import models
+    from ..errors import PlanError
+    from ..resolve import degrees_of
 
+    entry, plan = ENTRIES[type(model).__name__], models.class_plan(model)
     degrees = degrees_of(model, plan, MAX_TP)
-    cuts = resolve(model, plan, degrees[-1]).cuts
-    sizes = {name: math.prod(tensor.shape) for name, tensor in model.named_parameters()}
-    local = [size // (degrees[-1] if cuts.get(name, (None, None))[1] else 1) for name, size in sizes.items()]
-    name = type(model).__name__
+    try:
+        lean = models.class_plan(model, degrees[-1])
+    except PlanError:
+        lean = plan
+    whole = PARAMETER_NBYTES * sum(parameter.numel() for parameter in model.parameters())
+    (rank, share), (lean_rank, lean_share) = (_held(model, each, degrees[-1]) for each in (plan, lean))
     return Row(
-        name,
+        type(model).__name__,
         tuple(degrees),
-        PARAMETER_NBYTES * sum(sizes.values()),
-        PARAMETER_NBYTES * sum(local),
-        needs(ENTRIES[name], plan),
+        whole,
+        rank,
+        share / whole,
+        lean_rank,
+        lean_share / whole,
+        needs(entry, plan),
     )
+
+
+def _held(model: Any, plan: Plan, tp: int) -> tuple[int, int]:
+    """Bytes of one rank, and those of them that every rank holds."""
+    from ..resolve import resolve
+
+    cuts = resolve(model, plan, tp).cuts
+    sizes = {name: PARAMETER_NBYTES * parameter.numel() for name, parameter in model.named_parameters()}
+    whole = sum(nbytes for name, nbytes in sizes.items() if cuts.get(name, (None, None))[1] is None)
+    return whole + (sum(sizes.values()) - whole) // tp, whole
 
 
 def needs(entry: Entry, plan: Plan) -> tuple[str, ...]:

@@ -152,6 +152,7 @@ ENTRIES: Mapping[str, Entry] = {
     "HunyuanVideo15Transformer3DModel": Entry(heads=HEADS, plan=DUAL | REFINER, lean=MODULATION_12),
     "HunyuanImageTransformer2DModel": Entry(heads=HEADS, plan=DUAL | SINGLE | REFINER, lean=MODULATION_FLUX),
     "HunyuanDiT2DModel": Entry(
+        raw=tuple(f"time_extra_emb.pooler.{name}_proj" for name in "qkvc"),  # a pool through torch's function
         heads=HEADS,
         plan=under("blocks.*", under("attn1", ATTENTION), under("attn2", ATTENTION), under("ff", FF)),
         lean=each(SPLIT, "blocks.*.norm1.linear", "blocks.*.skip_linear"),

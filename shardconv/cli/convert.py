@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 
+from ..auto_rows import AUTO_ROWS
 from ..conversion import DTYPES, Options, Outcome, convert_all
 from ..plan import read_plan_file
 from ..summary import Summary, human, summarize
@@ -19,7 +20,9 @@ EXAMPLE = """example:
   $ shardconv convert --tp 4 FLUX.1-dev out/
   $ shardconv convert --tp 4 --dry-run FLUX.1-dev out/              # headers only: what each rank would hold
   $ shardconv convert --tp 2 --subfolder transformer --dtype bf16 FLUX.1-dev out/
+  $ shardconv convert --tp 8 --lean Qwen-Image out/                 # 5 GB a rank instead of 17
   $ shardconv convert --tp 2 --plan plan.json MiniMax-H3/transformer out/
+  $ shardconv convert --tp 2 --plan auto-rows MyModel/transformer out/     # a class without a plan: saves memory only
 
 plan.json maps module patterns to styles (colwise, rowwise, rowwise_split_input, packed_colwise, packed_rowwise):
   {"blocks.*.attn.to_q": "colwise", "blocks.*.attn.to_out.0": "rowwise",
@@ -37,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--variant", metavar="V", help="weight files of this variant, e.g. fp16")
     add("--revision", metavar="R", help="branch, tag or commit of a Hub repo")
     add("--dtype", choices=sorted(DTYPES), help="cast real floating point; default: as stored")
-    add("--plan", metavar="FILE", help="plan to use instead of the model class's own (JSON, see below)")
+    add("--plan", metavar="FILE", help="plan to use instead of the class's own (JSON, see below), or auto-rows")
+    add("--lean", action="store_true", help="also cut modulation and embedder projections, which plans leave whole")
     add("--self-contained", action="store_true", help="write replicated tensors into each rank's file")
     add("--overwrite", action="store_true", help="replace a set of the same degree")
     add("--dry-run", action="store_true", help="print the plan; read headers and configs only, write nothing")
@@ -51,7 +55,8 @@ def run(args: argparse.Namespace) -> None:
         tp=args.tp,
         variant=args.variant,
         dtype=args.dtype,
-        plan=read_plan_file(args.plan) if args.plan else None,
+        plan=AUTO_ROWS if args.plan == AUTO_ROWS else read_plan_file(args.plan) if args.plan else None,
+        lean=args.lean,
         self_contained=args.self_contained,
         overwrite=args.overwrite,
         dry_run=args.dry_run,
@@ -90,6 +95,7 @@ def _as_json(outcome: Outcome) -> dict[str, object]:
         "rank_nbytes": summary.rank_nbytes,
         "replicated_nbytes": summary.replicated_nbytes,
         "replicated_share": round(summary.replicated_share, 4),
+        "rank_nbytes_by_plan": dict(outcome.rank_nbytes),
         "styles": {
             style.style: {"tensors": style.tensors, "nbytes": style.nbytes, "rank_nbytes": style.rank_nbytes}
             for style in summary.styles
@@ -114,6 +120,9 @@ def _as_text(outcome: Outcome, dry_run: bool) -> str:
         f"  {'all':<20} {len(manifest.tensors):>8} {human(summary.nbytes):>10} {human(summary.rank_nbytes):>10}"
     )
     lines += _notes(manifest.tp_degree, summary)
+    if outcome.rank_nbytes:
+        each = ", ".join(f"{human(nbytes)} {name}" for name, nbytes in outcome.rank_nbytes.items())
+        lines.append(f"  per rank: {each} (--lean)" if "lean" in outcome.rank_nbytes else f"  per rank: {each}")
     return "\n".join(lines)
 
 

@@ -9,9 +9,9 @@ from ..catalogue.listing import Row, plan_of, rows
 
 NAME = "plans"
 HELP = "list the classes that can be sharded, or print the plan of one"
-DESCRIPTION = """List every class with a plan, the tp degrees it allows and what a rank would hold, by the class's own
-default configuration and 2 bytes a parameter; with CLASS print its plan as a plan file. CLASS may be a component folder:
-then the plan is the one for its config."""
+DESCRIPTION = """List every class with a plan: the tp degrees up to 8 that it allows, what stays replicated and what a
+rank holds at the largest degree, of a released model at 2 bytes a parameter. With CLASS print its plan as a plan file;
+CLASS may be a component folder, the plan is the one for its config then."""
 EXAMPLE = """example:
   $ shardconv plans
   $ shardconv plans WanTransformer3DModel > my-plan.json     # to change it, then: shardconv check ... --plan
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     elif args.json:
         print(json.dumps([_as_json(row) for row in rows()], indent=2))
     else:
-        print(f"{'class':<40} {'degrees':<20} {'whole':>9} {'per rank':>15}  needs")
+        print(f"{'class':<40}{'degrees':<11}{'whole':>8}{'repl.':>6}{'rank':>8}{'--lean':>7}{'rank':>8}  needs")
         for row in rows():
             print(_as_text(row), flush=True)
 
@@ -44,6 +44,9 @@ def _as_json(row: Row) -> dict[str, object]:
         "degrees": list(row.degrees),
         "nbytes": row.nbytes,
         "rank_nbytes": row.rank_nbytes,
+        "replicated_share": round(row.replicated_share, 4),
+        "lean_rank_nbytes": row.lean_rank_nbytes,
+        "lean_replicated_share": round(row.lean_replicated_share, 4),
         "needs": list(row.needs),
     }
 
@@ -52,5 +55,6 @@ def _as_text(row: Row) -> str:
     from ..summary import human
 
     degrees = ",".join(str(tp) for tp in row.degrees if tp > 1)
-    rank = f"{human(row.rank_nbytes)} at {row.degrees[-1]}"
-    return f"{row.model_class:<40} {degrees:<20} {human(row.nbytes):>9} {rank:>15}  {', '.join(row.needs)}"
+    plain = f"{row.replicated_share:>6.0%}{human(row.rank_nbytes):>8}"
+    lean = f"{row.lean_replicated_share:>7.0%}{human(row.lean_rank_nbytes):>8}"
+    return f"{row.model_class:<40}{degrees:<11}{human(row.nbytes):>8}{plain}{lean}  {', '.join(row.needs)}"
