@@ -68,36 +68,44 @@ def _rank(rank: int, folder: str, tp: int, plan: Mapping[str, Any] | None, refer
     report: dict[str, Any] = {"difference": None, "issues": [], "layers": []}
     layers: Record = {}
     cuts: dict[str, Cut] = {}
+    running: list[str] = []
     try:
         rules = class_plan(reference.model) if plan is None else parse_plan(plan, "plan")
         cuts = _cuts(reference.model, resolve(reference.model, rules, tp))
-        _, outputs = _watched(parallelize(reference.model, plan=rules), layers)
+        _, outputs = _watched(parallelize(reference.model, plan=rules), layers, running)
         report["difference"] = max(map(_difference, outputs, reference.outputs))
     except ShardconvError as error:
         report["issues"] = list(error.issues)
     except Exception as error:  # whatever the model's own code raises
-        after = next((name for name, _ in reversed(layers)), "the start")
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(last.filename).name}:{last.lineno}"
-        report["issues"] = [f"{type(error).__name__} after {after}, in {place}: {error}"]
+        report["issues"] = [f"{running[-1] if running else 'the model'}: {type(error).__name__}: {error} ({place})"]
     report["layers"] = list(_differing(layers, reference.layers, cuts, rank, tp))[:SHOWN]
     Path(folder, f"rank-{rank}.json").write_text(json.dumps(report))
 
 
-def _watched(model: nn.Module, layers: Record | None = None) -> tuple[Record, list[torch.Tensor]]:
-    """The output of every layer of one call, and the model's."""
+def _watched(
+    model: nn.Module, layers: Record | None = None, running: list[str] | None = None
+) -> tuple[Record, list[torch.Tensor]]:
+    """The output of every layer of one call, and the model's. `running` holds the layers being run, innermost last."""
     record: Record = {} if layers is None else layers
+    inside: list[str] = [] if running is None else running
     calls: dict[str, int] = {}
 
-    def watch(name: str) -> Any:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
+    def watch(name: str, module: nn.Module) -> Iterator[Any]:
+        def begin(module: nn.Module, args: Any) -> None:
+            inside.append(name)
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            inside.pop()
             if isinstance(output, torch.Tensor):
                 record[name, calls.setdefault(name, 0)] = output.detach().clone()
                 calls[name] += 1
 
-        return note
+        yield module.register_forward_pre_hook(begin)
+        yield module.register_forward_hook(end)
 
-    hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules() if name]
+    hooks = [hook for name, module in model.named_modules() if name for hook in watch(name, module)]
     try:
         return record, cases.outputs(model, cases.inputs(model))
     finally:

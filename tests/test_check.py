@@ -58,7 +58,10 @@ def test_the_right_plan_passes(name: str) -> None:
     ("name", "rules", "said"),
     [
         pytest.param(
-            WAN, {"attn1.to_q": "rowwise", "attn1.to_out__0": "colwise"}, "attn1.to_out.0", id="styles-swapped"
+            WAN,
+            {"attn1.to_q": "rowwise", "attn1.to_out__0": "colwise"},
+            "blocks.0.attn1.to_q: RuntimeError",
+            id="styles-swapped",
         ),
         pytest.param(WAN, {"norm_q": None, "norm_k": None}, "norm_q: a norm across all heads", id="norm-left-local"),
         pytest.param(WAN, {"attn1.to_v": None}, "attn1.to_v: not in the plan", id="key-missing"),

@@ -1,4 +1,4 @@
-"""Released models by their real configurations, on the meta device: degrees, bytes, and refusals that name the cause."""
+"""Released models by their real configurations, on the meta device: degrees, bytes, refusals that name the cause."""
 
 from __future__ import annotations
 

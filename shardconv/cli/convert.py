@@ -95,7 +95,6 @@ def _as_json(outcome: Outcome) -> dict[str, object]:
         "rank_nbytes": summary.rank_nbytes,
         "replicated_nbytes": summary.replicated_nbytes,
         "replicated_share": round(summary.replicated_share, 4),
-        "rank_nbytes_by_plan": dict(outcome.rank_nbytes),
         "styles": {
             style.style: {"tensors": style.tensors, "nbytes": style.nbytes, "rank_nbytes": style.rank_nbytes}
             for style in summary.styles
@@ -104,6 +103,7 @@ def _as_json(outcome: Outcome) -> dict[str, object]:
         "files": {file.name: file.nbytes for file in manifest.files},
         "left_out": list(manifest.left_out),
         "warnings": list(outcome.warnings),
+        **({"rank_nbytes_by_plan": dict(outcome.rank_nbytes)} if outcome.rank_nbytes else {}),
     }
 
 

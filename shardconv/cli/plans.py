@@ -14,7 +14,8 @@ rank holds at the largest degree, of a released model at 2 bytes a parameter. Wi
 CLASS may be a component folder, the plan is the one for its config then."""
 EXAMPLE = """example:
   $ shardconv plans
-  $ shardconv plans WanTransformer3DModel > my-plan.json     # to change it, then: shardconv check ... --plan
+  $ shardconv plans WanTransformer3DModel              # a plan file: change it, then shardconv check ... --plan
+  $ shardconv plans HiDream-I1-Full/transformer        # for the config in this folder
 """
 
 
