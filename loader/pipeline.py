@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,7 +59,12 @@ def load_pipeline(
 def _assemble(path: str | os.PathLike[str], components: dict[str, Any], place: torch.device, ranks: Ranks) -> Any:
     import diffusers
 
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(path, **components).to(place)
+    # Called on the base class, diffusers 0.42.1 takes no components that the pipeline's own class calls optional, such
+    # as Wan's transformers.
+    named = getattr(diffusers, str(json.loads(Path(path, MODEL_INDEX).read_bytes()).get("_class_name")), None)
+    base = diffusers.DiffusionPipeline
+    cls = named if isinstance(named, type) and issubclass(named, base) else base
+    pipeline = cls.from_pretrained(path, **components).to(place)
     if ranks.size > 1 and hasattr(pipeline, "load_lora_weights"):
         pipeline.load_lora_weights = _refuse_lora
     return pipeline
