@@ -21,6 +21,9 @@ def make_counts_local(model: nn.Module, colwise: Sequence[str], ranks: Ranks) ->
     for owner, attribute in list(local_attributes(model, colwise)):
         module = model.get_submodule(owner)
         setattr(module, attribute, getattr(module, attribute) // ranks.size)
+    entry = entry_of(model)
+    for key in entry.config if entry and colwise else ():
+        model.register_to_config(**{key: model.config[key] // ranks.size})  # type: ignore[operator, index]
 
 
 def slice_ropes(model: nn.Module, colwise: Sequence[str], ranks: Ranks) -> None:

@@ -63,7 +63,7 @@ def _assemble(path: str | os.PathLike[str], components: dict[str, Any], place: t
     # as Wan's transformers.
     named = getattr(diffusers, str(json.loads(Path(path, MODEL_INDEX).read_bytes()).get("_class_name")), None)
     base = diffusers.DiffusionPipeline
-    cls = named if isinstance(named, type) and issubclass(named, base) else base
+    cls: Any = named if isinstance(named, type) and issubclass(named, base) else base
     pipeline = cls.from_pretrained(path, **components).to(place)
     if ranks.size > 1 and hasattr(pipeline, "load_lora_weights"):
         pipeline.load_lora_weights = _refuse_lora

@@ -352,7 +352,8 @@ def _prepare(located: _Located, component: str, out: Path, options: Options) -> 
         left_out=tuple(left_out),
         files=tuple(FileRecord(file.name, file.rank, file.nbytes, "") for file in layout.files),
     )
-    warnings = [*checkpoint.warnings, *resolution.warnings]
+    unchecked = models.unchecked(model) if options.plan is None else None
+    warnings = [*checkpoint.warnings, *resolution.warnings, *filter(None, [unchecked])]
     loud = unexpected_names(checkpoint, expected, models.ignored_patterns(cls))
     if loud:
         warnings.append(f"{checkpoint.folder}: tensors that {cls.__name__} does not have are left out: {shorten(loud)}")

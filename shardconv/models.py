@@ -77,6 +77,21 @@ def _own_plan(model: Any) -> Plan:
     return plan
 
 
+def unchecked(model: Any) -> str | None:
+    """One sentence when the class's plan is the catalogue's and was checked with other versions of diffusers only."""
+    import diffusers
+
+    entry = entry_of(model)
+    if entry is None or not entry.plan or getattr(type(model), "_tp_plan", None):
+        return None
+    if diffusers.__version__ in entry.checked:
+        return None
+    return (
+        f"{type(model).__name__}: its plan was checked with diffusers {', '.join(entry.checked)}, this is "
+        f"{diffusers.__version__}; run: shardconv check {type(model).__name__} --tp 2"
+    )
+
+
 def other_plan(model: Any) -> Plan | None:
     """The class's own plan, beside a plan that somebody gave; None when there is none that we understand."""
     try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .catalogue import entry_of, expand
+from .catalogue.entry import is_across_heads, normalized_widths
 from .cut import Cut, block_sizes, legal_degrees
 from .errors import PlanError
 from .heads import head_counts, owners, unknown_heads
@@ -147,6 +148,7 @@ def _match(model: Any, plan: Plan, found: _Findings) -> list[PlannedModule]:
                 break
             try:
                 modules.append(_planned(model, name, module, pattern, rule))
+                _check_norm(model, modules[-1])
             except ValueError as error:
                 found.issues.append(f"{name}: {error}{_others(len(targets) - 1, pattern)}")
                 break
@@ -202,7 +204,7 @@ def _planned(model: Any, name: str, module: Any, pattern: str, rule: Rule) -> Pl
 
     dim = rule.style.dim
     if rule.style is Style.NORM_ACROSS_HEADS:
-        widths = _normalized_widths(module)
+        widths = normalized_widths(module)
         if len(widths) != 1:
             raise ValueError(f"expected a norm over one dim, found {type(module).__name__}")
         return PlannedModule(name, pattern, _scope(model, name), rule.style, Cut(0, tuple(widths)))
@@ -215,6 +217,12 @@ def _planned(model: Any, name: str, module: Any, pattern: str, rule: Rule) -> Pl
     if total == 0:
         raise ValueError(f"dim {dim} has no elements, nothing can be cut; take it out of the plan")
     return PlannedModule(name, pattern, _scope(model, name), rule.style, Cut(dim, _block_sizes(module, rule, total)))
+
+
+def _check_norm(model: Any, planned: PlannedModule) -> None:
+    """A norm across heads is as wide as a projection beside it; a narrower one is of each head and stays whole."""
+    if planned.style is Style.NORM_ACROSS_HEADS and not is_across_heads(model, planned.name):
+        raise ValueError("is not as wide as a projection beside it, so it is not across heads; take it out of the plan")
 
 
 def _block_sizes(module: Any, rule: Rule, total: int) -> tuple[int, ...]:
@@ -429,22 +437,12 @@ def _norm_issue(child: str, module: Any, widths: set[int]) -> str | None:
     is_norm = any(word.startswith(_NORM) for word in words) and not _QUERY_OR_KEY.isdisjoint(words)
     if "pre" in words:  # of the projection's input, which is whole
         return None
-    if is_norm and not _normalized_widths(module).isdisjoint(widths):
+    if is_norm and not normalized_widths(module).isdisjoint(widths):
         return (
             "a norm across all heads of a sharded projection; a rank would take the statistics of its own heads only, "
             f"which is quietly wrong; plan it as {Style.NORM_ACROSS_HEADS.value}, or leave the attention out"
         )
     return None
-
-
-def _normalized_widths(module: Any) -> set[int]:
-    """How many elements a norm goes over, as far as it says: by its weight, or as torch and diffusers name it."""
-    weight = getattr(module, "weight", None)
-    stated = [weight.shape[0]] if weight is not None and weight.ndim == 1 else []
-    for attribute in ("normalized_shape", "dim"):
-        shape = getattr(module, attribute, None)
-        stated += [shape] if isinstance(shape, int) else [shape[-1]] if shape else []
-    return set(stated)
 
 
 def _gate_issue(name: str, module: Any, heads: set[int], widths: set[int]) -> str | None:

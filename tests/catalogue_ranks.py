@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import loader
 from loader import check_ranks, fixups, linear, parallel
+from shardconv import small_models
 from shardconv.auto_rows import auto_rows
 from shardconv.catalogue import ENTRIES, cases
 from shardconv.errors import LoadError
@@ -61,6 +62,46 @@ def compare(name: str, config: Mapping[str, Any], plan: Plan | None = None, dtyp
     expected = cases.outputs(whole, _cast(cases.inputs(whole), dtype))
     model = loader.parallelize(cases.build(name, config).to(dtype), plan=plan)
     return small_sets.difference(cases.outputs(model, _cast(cases.inputs(model), dtype)), expected)
+
+
+def compile_block(name: str) -> tuple[int, float]:
+    """Number of graphs when a whole block is compiled, and the largest difference from what it gives eagerly."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model = loader.parallelize(cases.build(name))
+    eager = cases.outputs(model, cases.inputs(model))
+    counter = CompileCounterWithBackend("aot_eager")
+    block = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))[-1]
+    block.forward = torch.compile(block.forward, fullgraph=True, backend=counter)
+    compiled = cases.outputs(model, cases.inputs(model))
+    return counter.frame_count, small_sets.difference(compiled, eager)
+
+
+class ConvFeedForward(torch.nn.Module):
+    """Sana's feed-forward with a bias of 100 in each convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Conv2d(6, 16, 1)
+        self.depth = torch.nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.down = torch.nn.Conv2d(8, 6, 1)
+        small_models.randomize(self, 0)
+        for layer in (self.up, self.depth, self.down):
+            torch.nn.init.constant_(layer.bias, 100.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value, gate = self.depth(self.up(x)).chunk(2, dim=1)
+        return self.down(value * torch.tanh(gate / 100))
+
+
+def compare_convolutions() -> float:
+    """The difference of a sharded convolutional feed-forward from the whole one."""
+    packed = {"style": "packed_colwise", "blocks": [1, 1]}
+    x = cases.Draw(3).normal(2, 6, 5, 5)
+    with torch.inference_mode():
+        expected = ConvFeedForward()(x)
+        sharded = loader.parallelize(ConvFeedForward(), plan={"up": packed, "depth": packed, "down": "rowwise"})
+        return small_sets.difference([sharded(x)], [expected])
 
 
 def check(name: str, tp: int, plan: Mapping[str, Any] | None, fault: str = "none") -> dict[str, Any]:

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import ranks
 import torch
@@ -14,8 +15,11 @@ from safetensors.torch import load_file
 
 import shardconv
 from shardconv.catalogue import ENTRIES, cases
+from shardconv.errors import PlanError
 from shardconv.merging import merge
 from shardconv.models import class_plan
+from shardconv.plan import Rule, Style
+from shardconv.resolve import resolve
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
@@ -185,6 +189,15 @@ def test_a_bare_parameter_left_whole_is_an_error(name: str, key: str) -> None:
     assert all(each.error in ("RuntimeError", "LoadError") or each.value > SEEN for each in outcomes)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 4])
+def test_convolutions_with_biases_equal_the_whole_ones(tp: int) -> None:
+    """Packed, depthwise and rowwise convolutions with biases of 100, which take part once."""
+    import catalogue_ranks
+
+    assert max(ranks.values(catalogue_ranks.compare_convolutions, n=tp)) <= TOLERANCE
+
+
 # --- dtypes
 
 
@@ -196,3 +209,83 @@ def test_norms_keep_their_dtype_rules(name: str) -> None:
 
     found = ranks.values(catalogue_ranks.compare, name, cases.CASES[name].config, None, torch.bfloat16)
     assert max(found) <= BF16_TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["WanTransformer3DModel", "LTXVideoTransformer3DModel", "LuminaNextDiT2DModel", "SanaTransformer2DModel"],
+)
+def test_a_block_compiles_as_one_graph(name: str) -> None:
+    """Norms across ranks, sliced rope tables and cut convolutions are traced by torch.compile without a break."""
+    import catalogue_ranks
+
+    for graphs, difference in ranks.values(catalogue_ranks.compile_block, name):
+        assert graphs == 1
+        assert difference <= TOLERANCE
+
+
+def test_norms_of_each_head_stay_whole() -> None:
+    """The same names may hold norms across heads or of each head, by config; only the former are cut."""
+    case = cases.CASES["SanaTransformer2DModel"]
+    across = class_plan(cases.build("SanaTransformer2DModel"))
+    without = class_plan(cases.build("SanaTransformer2DModel", {**case.config, "qk_norm": None}))
+    assert set(across) - set(without) == {f"transformer_blocks.*.attn{i}.norm_{x}" for i in (1, 2) for x in "qk"}
+    sd3 = cases.build("SD3Transformer2DModel")
+    plan = {**class_plan(sd3), "transformer_blocks.*.attn.norm_q": Rule(Style.NORM_ACROSS_HEADS)}
+    with pytest.raises(PlanError, match=r"attn.norm_q: is not as wide as a projection beside it"):
+        resolve(sd3, plan, 2)
+
+
+def test_what_a_class_cannot_do_is_refused() -> None:
+    """A config for which no plan is right is refused with the reason, not run."""
+    case = cases.CASES["MotifVideoTransformer3DModel"]
+    model = cases.build("MotifVideoTransformer3DModel", {**case.config, "enable_text_cross_attention_single": True})
+    with pytest.raises(PlanError, match="single blocks with text cross-attention"):
+        class_plan(model)
+
+
+def test_another_diffusers_is_warned_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of the catalogue under a version that it was not checked with: a warning that says how to check."""
+    monkeypatch.setattr(diffusers, "__version__", "0.99.0")
+    with pytest.warns(
+        shardconv.ShardconvWarning, match=r"checked with diffusers 0.42.1, this is 0.99.0; run: shardconv"
+    ):
+        shardconv.convert(source("PixArtTransformer2DModel"), tmp_path / "out", tp=2)
+
+
+def test_lean_is_recorded_and_excludes_a_plan(tmp_path: Path) -> None:
+    """The set states the full plan, what `lean` added included; with a plan given, lean is a usage error."""
+    name = "FluxTransformer2DModel"
+    manifest = shardconv.convert(source(name), tmp_path / "out", tp=2, lean=True)
+    assert manifest.plan.keys() - class_plan(built(name)).keys() == ENTRIES[name].lean.keys()
+    assert {tensor.style for tensor in manifest.tensors if tensor.name.endswith("norm.linear.weight")} == {
+        "rowwise_split_input"
+    }
+    with pytest.raises(shardconv.UsageError, match="adds to the class's own plan"):
+        shardconv.convert(source(name), tmp_path / "other", tp=2, lean=True, plan="auto-rows")
+
+
+def test_lean_leaves_out_what_the_degree_does_not_divide() -> None:
+    """A degree that the plan itself allows is never forbidden by what `lean` adds."""
+    model = cases.build("ConsisIDTransformer3DModel")  # time_embed_dim is 12
+    plain = class_plan(model)
+    assert class_plan(model, 4).keys() > plain.keys()
+    assert class_plan(model, 8).keys() == plain.keys()
+
+
+def test_auto_rows_is_a_plan_for_any_class(tmp_path: Path) -> None:
+    """A class that nobody planned is converted under `auto-rows`, with one key for the same layer of all blocks; it is
+    never chosen without being asked for."""
+    model = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=4, in_channels=4, num_layers=3, sample_size=8
+    )
+    model.save_pretrained(tmp_path / "in")
+    manifest = shardconv.convert(tmp_path / "in", tmp_path / "out", tp=2, plan="auto-rows")
+    assert set(manifest.plan.values()) == {Rule(Style.ROWWISE_SPLIT_INPUT)}
+    assert "transformer_blocks.*.attn1.to_q" in manifest.plan
+    cut = {tensor.name for tensor in manifest.tensors if tensor.cut}
+    linears = {f"{name}.weight" for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    assert cut == linears
+    with pytest.raises(PlanError, match="is not in the catalogue"):
+        shardconv.convert(tmp_path / "in", tmp_path / "other", tp=2)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..plan import Plan, Rule
+from ..plan import Plan, Rule, Style
 
 # Blocks of a projection that takes attention output and feed-forward side by side: [out_features, the rest].
 OUT_AND_REST = (0,)
@@ -22,6 +22,7 @@ class Entry:
 
     plan: Mapping[str, Rule] = field(default_factory=dict)  # empty: the class has a `_tp_plan` of its own
     heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # module class -> attributes that become local
+    config: tuple[str, ...] = ()  # head counts in the config that pipelines read, to size caches: local too
     ropes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # module -> arguments that span all heads
     summed: tuple[str, ...] = ()  # modules with cut parameters of their own, whose output is a part of a sum
     lean: Mapping[str, Rule] = field(default_factory=dict)  # more to cut, for memory: modulation and embedders
@@ -36,6 +37,8 @@ def expand(rules: Mapping[str, Rule], model: Any) -> Plan:
     for pattern, rule in rules.items():
         places = list(places_of(model, pattern))
         present = {name: found for name, found in places if found is not None}
+        if rule.style is Style.NORM_ACROSS_HEADS and not all(is_across_heads(model, name) for name in present):
+            continue  # in this config the class has it for each head
         exact = {name: _exact(rule, found) for name, found in present.items()}
         if not exact:
             continue
@@ -76,3 +79,22 @@ def _is_strict(model: Any, pattern: str) -> bool:
 
     before, star, after = pattern.partition("*")
     return not star or ("*" not in after and isinstance(model.get_submodule(before.rstrip(".")), ModuleList))
+
+
+def is_across_heads(model: Any, name: str) -> bool:
+    """Whether the norm `name` goes over as many features as a projection beside it gives."""
+    from torch.nn import Linear
+
+    beside = model.get_submodule(name.rpartition(".")[0]).children()
+    widths = {module.out_features for module in beside if isinstance(module, Linear)}
+    return not normalized_widths(model.get_submodule(name)).isdisjoint(widths)
+
+
+def normalized_widths(module: Any) -> set[int]:
+    """How many elements a norm goes over, as far as it says: by its weight, or as torch and diffusers name it."""
+    weight = getattr(module, "weight", None)
+    stated = [weight.shape[0]] if weight is not None and weight.ndim == 1 else []
+    for attribute in ("normalized_shape", "dim"):
+        shape = getattr(module, attribute, None)
+        stated += [shape] if isinstance(shape, int) else [shape[-1]] if shape else []
+    return set(stated)

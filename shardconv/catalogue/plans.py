@@ -140,7 +140,9 @@ ENTRIES: Mapping[str, Entry] = {
     "ChronoEditTransformer3DModel": Entry(heads=WAN_HEADS, plan=WAN, lean=TIME_PROJ),
     "SkyReelsV2Transformer3DModel": Entry(heads={"SkyReelsV2Attention": WIDTHS}, plan=WAN, lean=TIME_PROJ),
     "AnyFlowTransformer3DModel": Entry(heads={"AnyFlowAttention": OWN}, plan=WAN, lean=TIME_PROJ),
-    "AnyFlowFARTransformer3DModel": Entry(heads={"AnyFlowAttention": OWN}, plan=WAN, lean=TIME_PROJ),
+    "AnyFlowFARTransformer3DModel": Entry(
+        heads={"AnyFlowAttention": OWN}, config=("num_attention_heads",), plan=WAN, lean=TIME_PROJ
+    ),
     "HeliosTransformer3DModel": Entry(
         heads={"HeliosAttention": WIDTHS},
         plan=WAN | {"blocks.*.attn1.history_key_scale": Rule(Style.PARAMETER, dim=0)},

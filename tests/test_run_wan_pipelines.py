@@ -1,4 +1,4 @@
-"""A pipeline with two denoisers, as Wan 2.2 has: both are sharded, both run, each at its own noise levels."""
+"""Pipelines that ask more of a sharded model: two denoisers, as in Wan 2.2, and a cache sized by the head count."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+from diffusers import AnyFlowFARPipeline, FlowMapEulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler, WanPipeline
 
 import loader
 import shardconv
@@ -62,4 +62,37 @@ def test_both_denoisers_are_sharded_and_run(tmp_path: Path) -> None:
     expected = run(WanPipeline.from_pretrained(tmp_path / "in", **ABSENT))
     for found, calls in ranks.values(load_and_run, tmp_path / "out"):
         assert calls == [4, 4]  # 2 steps each, with and without the prompt
+        assert float((found - expected).abs().max() / expected.abs().max()) <= TOLERANCE
+
+
+# --- a key and value cache that the pipeline makes
+
+FAR = "AnyFlowFARTransformer3DModel"
+
+
+def run_far(pipeline: AnyFlowFARPipeline) -> torch.Tensor:
+    """Latents of three chunks of one frame, each seeing the ones before it through the cache."""
+    draw = cases.Draw(8)
+    pipeline.set_progress_bar_config(disable=True)
+    result = pipeline(
+        prompt_embeds=draw.normal(1, 6, CONFIG["text_dim"]), height=64, width=64, num_frames=9, num_inference_steps=2,
+        latents=draw.normal(1, 4, 3, 8, 8), chunk_partition=[1, 1, 1], output_type="latent",
+    )  # fmt: skip
+    latents: torch.Tensor = result.frames
+    return latents
+
+
+def load_and_run_far(out: Path) -> torch.Tensor:
+    return run_far(loader.load_pipeline(out, device="cpu", **ABSENT))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_cache_sized_by_the_head_count_fits(tmp_path: Path) -> None:
+    """AnyFlow's pipeline sizes its cache by the config's head count, which is the local one on a rank."""
+    scheduler = FlowMapEulerDiscreteScheduler()
+    AnyFlowFARPipeline(scheduler=scheduler, transformer=cases.build(FAR), **ABSENT).save_pretrained(tmp_path / "in")
+    shardconv.convert(tmp_path / "in", tmp_path / "out", tp=2)
+    expected = run_far(AnyFlowFARPipeline.from_pretrained(tmp_path / "in", **ABSENT))
+    for found in ranks.values(load_and_run_far, tmp_path / "out"):
         assert float((found - expected).abs().max() / expected.abs().max()) <= TOLERANCE
