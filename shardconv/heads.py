@@ -58,11 +58,14 @@ def local_attributes(model: Any, colwise: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def unknown_heads(model: Any, colwise: Sequence[str]) -> str | None:
-    """One sentence when the model's class is not in the catalogue and its attention stores head counts."""
-    name = type(model).__name__
-    if entry_of(model) is not None:
+    """One sentence when an attention stores head counts and the catalogue does not know what its code does with them:
+    the model's class is not in it, or its entry does not name the attention's class."""
+    name, entry = type(model).__name__, entry_of(model)
+    if entry is not None and not entry.heads:
         return None
     for owner in owners(colwise):
+        if entry is not None and type(model.get_submodule(owner)).__name__ in entry.heads:
+            continue
         stored = [
             attribute
             for attribute in HEAD_ATTRIBUTES

@@ -245,6 +245,18 @@ def test_what_a_class_cannot_do_is_refused() -> None:
         class_plan(model)
 
 
+def test_an_attention_that_nobody_checked_is_refused() -> None:
+    """A plan file for a class of the catalogue that reaches an attention its entry does not name is refused."""
+    model = cases.build("ConsisIDTransformer3DModel")
+    more = {
+        f"perceiver_cross_attention.{i}.{layer}": Rule(style)
+        for i in range(len(model.perceiver_cross_attention))
+        for layer, style in (("to_q", Style.COLWISE), ("to_kv", Style.COLWISE), ("to_out", Style.ROWWISE))
+    }
+    with pytest.raises(PlanError, match=r"perceiver_cross_attention.0.heads is a head count, and whether"):
+        resolve(model, {**class_plan(model), **more}, 2)
+
+
 def test_another_diffusers_is_warned_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan of the catalogue under a version that it was not checked with: a warning that says how to check."""
     monkeypatch.setattr(diffusers, "__version__", "0.99.0")

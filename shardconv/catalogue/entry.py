@@ -21,7 +21,9 @@ class Entry:
     """
 
     plan: Mapping[str, Rule] = field(default_factory=dict)  # empty: the class has a `_tp_plan` of its own
-    heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # module class -> attributes that become local
+    heads: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # module class -> attributes that become local, if any
     config: tuple[str, ...] = ()  # head counts in the config that pipelines read, to size caches: local too
     ropes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # module -> arguments that span all heads
     summed: tuple[str, ...] = ()  # modules with cut parameters of their own, whose output is a part of a sum

@@ -37,7 +37,9 @@ def rows() -> Iterator[Row]:
     from .. import models
 
     released = {each.model_class: each.config for each in reversed([*RELEASED.values()])}
-    for name in sorted(ENTRIES):
+    import diffusers
+
+    for name in (name for name in sorted(ENTRIES) if hasattr(diffusers, name)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside diffusers' own classes
             model = _skeleton(models.model_class(name), released.get(name))

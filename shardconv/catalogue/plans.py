@@ -307,7 +307,7 @@ ENTRIES: Mapping[str, Entry] = {
         plan=under("layers.*", under("self_attn", ATTENTION), under("mlp", {"gate_up_proj": PC(1, 1), "down_proj": R})),
     ),
     "PRXTransformer2DModel": Entry(
-        heads={"PRXAttention": OWN},
+        heads={"PRXAttention": OWN, "PRXBlock": ()},
         plan=under(
             "blocks.*",
             under("attention", {"img_qkv_proj": PC(1, 1, 1), "txt_kv_proj": PC(1, 1), "to_out.0": R}),
