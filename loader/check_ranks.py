@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardconv.auto_rows import AUTO_ROWS, auto_rows
 from shardconv.catalogue import cases
 from shardconv.cut import Cut
 from shardconv.errors import ShardconvError
 from shardconv.models import class_plan
-from shardconv.plan import parse_plan
+from shardconv.plan import Plan, parse_plan
 from shardconv.resolve import Resolution, resolve
 
 from .parallel import parallelize, take_slice
@@ -62,7 +63,13 @@ def main(folder: str) -> None:
     Path(folder, "report.json").write_text(json.dumps(worst))
 
 
-def _rank(rank: int, folder: str, tp: int, plan: Mapping[str, Any] | None, reference: _Reference) -> None:
+def _rules(model: nn.Module, plan: Mapping[str, Any] | str | None, tp: int) -> Plan:
+    if plan == AUTO_ROWS:
+        return auto_rows(model, tp)
+    return class_plan(model) if plan is None else parse_plan(plan, "plan")
+
+
+def _rank(rank: int, folder: str, tp: int, plan: Mapping[str, Any] | str | None, reference: _Reference) -> None:
     where = f"file://{Path(folder, 'store').absolute()}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=tp, timeout=PATIENCE)
     report: dict[str, Any] = {"difference": None, "issues": [], "layers": []}
@@ -70,7 +77,7 @@ def _rank(rank: int, folder: str, tp: int, plan: Mapping[str, Any] | None, refer
     cuts: dict[str, Cut] = {}
     running: list[str] = []
     try:
-        rules = class_plan(reference.model) if plan is None else parse_plan(plan, "plan")
+        rules = _rules(reference.model, plan, tp)
         cuts = _cuts(reference.model, resolve(reference.model, rules, tp))
         _, outputs = _watched(parallelize(reference.model, plan=rules), layers, running)
         report["difference"] = max(map(_difference, outputs, reference.outputs))

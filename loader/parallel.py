@@ -12,6 +12,7 @@ import torch
 import xxhash
 from torch import nn
 
+from shardconv.auto_rows import AUTO_ROWS, auto_rows
 from shardconv.cut import Cut
 from shardconv.errors import LoadError, PlanError, ShardconvWarning, UsageError
 from shardconv.models import class_plan, other_plan
@@ -43,7 +44,7 @@ def parallelize(
     Args:
         model: a diffusers model, the same weights on every rank.
         tp: the degree, if you want it checked; must be the size of the group.
-        plan: a plan file or the map it would hold; None takes the class's `_tp_plan`.
+        plan: a plan file, the map it would hold, or `"auto-rows"` as in `convert`; None takes the class's own.
         group: a process group or a one-dimensional device mesh; None for all processes.
         lean: also cut the modulation and embedder projections that the class's own plan leaves whole.
 
@@ -81,13 +82,15 @@ def _resolve(
     _check_plain(model)
     if lean and plan is not None:
         raise UsageError("lean: adds to the class's own plan, and plan replaces it; give one of them")
-    given = class_plan(model, ranks.size if lean else None) if plan is None else _plan_of(plan)
+    given = class_plan(model, ranks.size if lean else None) if plan is None else _plan_of(plan, model, ranks)
     resolution = resolve(model, given, ranks.size, other_plan(model))
     check_layers(model, resolution.modules)
     return resolution
 
 
-def _plan_of(plan: Mapping[str, Any] | str | os.PathLike[str]) -> Plan:
+def _plan_of(plan: Mapping[str, Any] | str | os.PathLike[str], model: nn.Module, ranks: Ranks) -> Plan:
+    if plan == AUTO_ROWS:
+        return auto_rows(model, ranks.size)
     return parse_plan(plan, "plan") if isinstance(plan, Mapping) else read_plan_file(plan)
 
 

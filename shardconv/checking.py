@@ -10,8 +10,9 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from .auto_rows import AUTO_ROWS
 from .catalogue.cases import CASES
 from .checkpoint import read_config
 from .errors import ShardconvError, UsageError
@@ -36,7 +37,6 @@ class Verdict:
 
     model_class: str
     tp: int
-    plan: Plan | None  # None: the class's own
     difference: float | None  # of the outputs, the worst rank's; None when the sharded model did not run
     issues: tuple[str, ...]  # why it did not run
     layers: tuple[Difference, ...]  # the first that differ, in the order in which they run
@@ -47,7 +47,7 @@ class Verdict:
         return self.difference is not None and self.difference <= TOLERANCE
 
 
-def check(subject: str, tp: int, plan: Plan | None = None) -> Verdict:
+def check(subject: str, tp: int, plan: Plan | Literal["auto-rows"] | None = None) -> Verdict:
     """Compare sharded with unsharded output for `subject`: a class name, or a component folder whose config is taken
     with few layers and random weights. `plan` None is the class's own.
 
@@ -57,11 +57,12 @@ def check(subject: str, tp: int, plan: Plan | None = None) -> Verdict:
     if tp < 2:
         raise UsageError(f"--tp: expected 2 ranks or more, found {tp}")
     with tempfile.TemporaryDirectory(prefix="shardconv-check-") as folder:
-        job = {"model_class": name, "config": config, "tp": tp, "plan": None if plan is None else plan_to_json(plan)}
+        rules = plan if plan is None or plan == AUTO_ROWS else plan_to_json(plan)
+        job = {"model_class": name, "config": config, "tp": tp, "plan": rules}
         Path(folder, "job.json").write_text(json.dumps(job))
         report = _run(Path(folder))
     layers = tuple(Difference(layer["layer"], layer["difference"]) for layer in report["layers"])
-    return Verdict(name, tp, plan, report["difference"], tuple(report["issues"]), layers)
+    return Verdict(name, tp, report["difference"], tuple(report["issues"]), layers)
 
 
 def _subject(subject: str) -> tuple[str, Mapping[str, Any] | None]:

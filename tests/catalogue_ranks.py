@@ -18,7 +18,6 @@ import torch.distributed as dist
 import loader
 from loader import check_ranks, fixups, linear, parallel
 from shardconv import small_models
-from shardconv.auto_rows import auto_rows
 from shardconv.catalogue import ENTRIES, cases
 from shardconv.errors import LoadError
 from shardconv.plan import Plan
@@ -35,19 +34,17 @@ def compare_all(name: str, out: Path, expected: list[torch.Tensor]) -> dict[str,
     ways: dict[str, Callable[[], Any]] = {
         "set": lambda: loader.load_model(out, device="cpu"),
         "lean": lambda: loader.parallelize(cases.build(name), lean=True),
-        "auto-rows": lambda: loader.parallelize(cases.build(name), plan=_auto_rows(name)),
+        "auto-rows": lambda: loader.parallelize(cases.build(name), plan="auto-rows"),
     }
     if not ENTRIES[name].lean:
         del ways["lean"]
     found: dict[str, float | str] = {}
     for way, make in ways.items():
         model = make()
+        split = any(isinstance(module, linear.RowwiseSplitInputLinear) for module in model.modules())
+        assert split == (way != "set")
         found[way] = small_sets.difference(cases.outputs(model, cases.inputs(model)), expected)
     return found
-
-
-def _auto_rows(name: str) -> Plan:
-    return auto_rows(cases.build(name), dist.get_world_size())
 
 
 def load_and_compare(out: Path, expected: list[torch.Tensor]) -> float:

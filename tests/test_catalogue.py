@@ -245,6 +245,23 @@ def test_what_a_class_cannot_do_is_refused() -> None:
         class_plan(model)
 
 
+@pytest.mark.parametrize(
+    ("key", "rule", "said"),
+    [
+        ("pos_frequencies", Rule(Style.PARAMETER, dim=3), "expected a parameter with a dim 3 in every place"),
+        ("pos_frequences", Rule(Style.PARAMETER, dim=1), "expected a parameter with a dim 1 in every place"),
+        ("pos_frequencies", Rule(Style.PARAMETER, (3, 2), 1), "dim 1 is 4, blocks [3, 2] do not divide it"),
+    ],
+)
+def test_a_parameter_rule_that_does_not_fit_is_an_error(key: str, rule: Rule, said: str) -> None:
+    """A dim that the parameter has not, a parameter that the model has not, blocks that do not divide."""
+    model = cases.build("MochiTransformer3DModel")
+    plan = {name: each for name, each in class_plan(model).items() if name != "pos_frequencies"}
+    with pytest.raises(PlanError) as caught:
+        resolve(model, {**plan, key: rule}, 2)
+    assert any(issue.startswith(f"plan key {key!r}: {said}") for issue in caught.value.issues)
+
+
 def test_an_attention_that_nobody_checked_is_refused() -> None:
     """A plan file for a class of the catalogue that reaches an attention its entry does not name is refused."""
     model = cases.build("ConsisIDTransformer3DModel")
@@ -266,14 +283,18 @@ def test_another_diffusers_is_warned_about(tmp_path: Path, monkeypatch: pytest.M
         shardconv.convert(source("PixArtTransformer2DModel"), tmp_path / "out", tp=2)
 
 
+@pytest.mark.slow
 def test_lean_is_recorded_and_excludes_a_plan(tmp_path: Path) -> None:
-    """The set states the full plan, what `lean` added included; with a plan given, lean is a usage error."""
+    """The set states the full plan, what `lean` added included, and loads; with a plan given, lean is a usage error."""
+    import catalogue_ranks
+
     name = "FluxTransformer2DModel"
     manifest = shardconv.convert(source(name), tmp_path / "out", tp=2, lean=True)
     assert manifest.plan.keys() - class_plan(built(name)).keys() == ENTRIES[name].lean.keys()
     assert {tensor.style for tensor in manifest.tensors if tensor.name.endswith("norm.linear.weight")} == {
         "rowwise_split_input"
     }
+    assert max(ranks.values(catalogue_ranks.load_and_compare, tmp_path / "out", expected(name))) <= TOLERANCE
     with pytest.raises(shardconv.UsageError, match="adds to the class's own plan"):
         shardconv.convert(source(name), tmp_path / "other", tp=2, lean=True, plan="auto-rows")
 

@@ -20,7 +20,7 @@ from shardconv.errors import UsageError
 WAN, PIXART, CHROMA = "WanTransformer3DModel", "PixArtTransformer2DModel", "ChromaTransformer2DModel"
 
 
-def report(name: str, plan: dict[str, Any] | None = None, fault: str = "none") -> dict[str, Any]:
+def report(name: str, plan: dict[str, Any] | str | None = None, fault: str = "none") -> dict[str, Any]:
     """What two ranks report about `plan`."""
     import catalogue_ranks
 
@@ -46,8 +46,8 @@ def is_right(found: dict[str, Any]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [WAN, PIXART, CHROMA])
 def test_the_right_plan_passes(name: str) -> None:
-    """The class's own plan, and the same written out as a plan file, are right, and no layer is named."""
-    for plan in (None, dict(plan_of(name))):
+    """The class's own plan, the same written out as a plan file, and auto-rows are right, and no layer is named."""
+    for plan in (None, dict(plan_of(name)), "auto-rows"):
         found = report(name, plan)
         assert is_right(found)
         assert found["layers"] == []
@@ -145,3 +145,22 @@ def test_plans_prints_a_plan_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan["pos_frequencies"] == {"style": "parameter", "dim": 1}
     assert plan["transformer_blocks.0.ff_context.net.2"] == "rowwise"  # the last block has none
     assert main(["plans", "GPT2"]) == 2
+
+
+@pytest.mark.slow
+def test_plans_lists_classes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line a class: degrees, bytes, shares and needs, of a released model; the same figures as JSON."""
+    from shardconv.catalogue import ENTRIES, listing
+
+    monkeypatch.setattr(listing, "ENTRIES", {name: ENTRIES[name] for name in (PIXART, "LTXVideoTransformer3DModel")})
+    assert main(["plans"]) == 0
+    heading, ltx, pixart = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["class", "degrees", "whole", "repl.", "rank", "--lean", "rank", "needs"]
+    assert ltx.split()[:2] == ["LTXVideoTransformer3DModel", "2,4,8"]
+    assert ltx.endswith("local head counts, norms across heads, rope tables cut")
+    assert pixart.split()[2:4] == ["1.22", "GB"]
+    assert main(["plans", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["model_class"] for row in rows] == ["LTXVideoTransformer3DModel", PIXART]
+    assert rows[0]["degrees"] == [1, 2, 4, 8]
+    assert rows[0]["lean_rank_nbytes"] < rows[0]["rank_nbytes"] < rows[0]["nbytes"] / 6

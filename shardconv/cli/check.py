@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+from ..auto_rows import AUTO_ROWS
 from ..checking import TOLERANCE, Verdict, check
 from ..errors import PlanError
 from ..plan import read_plan_file
@@ -26,13 +27,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("subject", metavar="SUBJECT", help="model class of diffusers, or component folder")
     add("--tp", type=int, required=True, metavar="N", help="number of ranks")
-    add("--plan", metavar="FILE", help="plan to check instead of the class's own (JSON)")
+    add("--plan", metavar="FILE", help="plan to check instead of the class's own (JSON), or auto-rows")
     add("--json", action="store_true", help="print one JSON document instead of text")
 
 
 def run(args: argparse.Namespace) -> None:
     """Check, report; a plan that is wrong is an error."""
-    verdict = check(args.subject, args.tp, read_plan_file(args.plan) if args.plan else None)
+    verdict = check(
+        args.subject,
+        args.tp,
+        AUTO_ROWS if args.plan == AUTO_ROWS else read_plan_file(args.plan) if args.plan else None,
+    )
     print(json.dumps(_as_json(verdict), indent=2) if args.json else _as_text(verdict))
     if not verdict.is_right:
         raise PlanError(f"{verdict.model_class}: the plan is wrong at tp degree {verdict.tp}; do not use it")
