@@ -143,7 +143,7 @@ def _load_rank(
         _cast(tensors, dtype, models.keep_in_fp32(cls))
     _attach(model, tensors, device)
     if ranks.size > 1:
-        apply(model, resolution.modules, ranks)
+        apply(model, resolution, ranks)
     return model, manifest.conversion_id
 
 

@@ -12,15 +12,17 @@ import torch
 import xxhash
 from torch import nn
 
+from shardconv.auto_rows import AUTO_ROWS, auto_rows
 from shardconv.cut import Cut
 from shardconv.errors import LoadError, PlanError, ShardconvWarning, UsageError
-from shardconv.heads import local_attributes
 from shardconv.models import class_plan, other_plan
-from shardconv.plan import Plan, parse_plan, read_plan_file
+from shardconv.plan import Plan, Style, parse_plan, read_plan_file
 from shardconv.resolve import PlannedModule, Resolution, resolve
 
 from .agreement import together
-from .linear import make_local
+from .fixups import make_counts_local, slice_ropes, sum_outputs
+from .linear import make_local, make_local_conv
+from .norms import KINDS, make_local_norm
 from .ranks import Ranks, ranks_of
 
 WAY_OUT = "The ordinary checkpoint comes back with: shardconv merge SET OUT"
@@ -35,14 +37,17 @@ def parallelize(
     tp: int | None = None,
     plan: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     group: Any = None,
+    *,
+    lean: bool = False,
 ) -> nn.Module:
     """Keep this rank's slices of a model in memory and wrap its modules, as `load_model` does. In place.
 
     Args:
         model: a diffusers model, the same weights on every rank.
         tp: the degree, if you want it checked; must be the size of the group.
-        plan: a plan file or the map it would hold; None takes the class's `_tp_plan`.
+        plan: a plan file, the map it would hold, or `"auto-rows"` as in `convert`; None takes the class's own.
         group: a process group or a one-dimensional device mesh; None for all processes.
+        lean: also cut the modulation and embedder projections that the class's own plan leaves whole.
 
     Returns:
         `model`, in eval mode, its parameters without gradients.
@@ -52,7 +57,7 @@ def parallelize(
             ranks hold different weights, the model is already sharded, quantized, offloaded or has LoRA layers.
     """
     ranks = ranks_of(group)
-    resolution = together(ranks, lambda: _resolve(model, tp, plan, ranks))[ranks.rank]
+    resolution = together(ranks, lambda: _resolve(model, tp, plan, ranks, lean))[ranks.rank]
     if len(set(together(ranks, lambda: _fingerprint(model, resolution)))) > 1:
         raise LoadError(
             f"{type(model).__name__}: the ranks hold different weights, configs or plans, so that their slices would "
@@ -62,7 +67,7 @@ def parallelize(
     def change() -> None:
         if ranks.size > 1:
             _slice_parameters(model, resolution.cuts, ranks)
-            apply(model, resolution.modules, ranks)
+            apply(model, resolution, ranks)
 
     together(ranks, change)
     for text in resolution.warnings:
@@ -71,18 +76,22 @@ def parallelize(
 
 
 def _resolve(
-    model: nn.Module, tp: int | None, plan: Mapping[str, Any] | str | os.PathLike[str] | None, ranks: Ranks
+    model: nn.Module, tp: int | None, plan: Mapping[str, Any] | str | os.PathLike[str] | None, ranks: Ranks, lean: bool
 ) -> Resolution:
     if tp is not None and tp != ranks.size:
         raise UsageError(f"tp: expected the size of the group, {ranks.size}, found {tp}; leave tp out")
     _check_plain(model)
-    given = class_plan(type(model)) if plan is None else _plan_of(plan)
-    resolution = resolve(model, given, ranks.size, other_plan(type(model)))
+    if lean and plan is not None:
+        raise UsageError("lean: adds to the class's own plan, and plan replaces it; give one of them")
+    given = class_plan(model, ranks.size if lean else None) if plan is None else _plan_of(plan, model, ranks)
+    resolution = resolve(model, given, ranks.size, other_plan(model))
     check_layers(model, resolution.modules)
     return resolution
 
 
-def _plan_of(plan: Mapping[str, Any] | str | os.PathLike[str]) -> Plan:
+def _plan_of(plan: Mapping[str, Any] | str | os.PathLike[str], model: nn.Module, ranks: Ranks) -> Plan:
+    if plan == AUTO_ROWS:
+        return auto_rows(model, ranks.size)
     return parse_plan(plan, "plan") if isinstance(plan, Mapping) else read_plan_file(plan)
 
 
@@ -144,25 +153,34 @@ def _slice_parameters(model: nn.Module, cuts: Mapping[str, tuple[Any, Cut | None
 
 
 def check_layers(model: nn.Module, modules: Sequence[PlannedModule]) -> None:
-    """Refuse layers whose forward is not that of `nn.Linear`: a runtime module would replace it."""
+    """Refuse layers whose forward is not one that we know: a runtime module would replace it."""
     for planned in modules:
         kind = type(model.get_submodule(planned.name))
-        if kind is not nn.Linear:
+        if planned.style is Style.NORM_ACROSS_HEADS:
+            if kind not in KINDS:
+                known = ", ".join(f"{each.__module__}.{each.__name__}" for each in KINDS)
+                raise PlanError(f"{planned.name}: expected one of {known}, found {kind.__name__}")
+        elif kind not in (nn.Linear, nn.Conv2d):
             raise PlanError(
                 f"{planned.name}: expected a plain nn.Linear, found {kind.__name__}; its forward is not known"
             )
 
 
-def apply(model: nn.Module, modules: Sequence[PlannedModule], ranks: Ranks) -> None:
-    """Give a model whose parameters are this rank's its runtime modules and local head counts. In place."""
-    names = [module.name for module in modules]
-    for owner, attribute in list(local_attributes(model, names)):
-        module = model.get_submodule(owner)
-        setattr(module, attribute, getattr(module, attribute) // ranks.size)
-    for planned in modules:
-        linear = model.get_submodule(planned.name)
-        assert isinstance(linear, nn.Linear)
-        make_local(linear, planned.style, ranks.rank, ranks.size, ranks.group_name)
+def apply(model: nn.Module, resolution: Resolution, ranks: Ranks) -> None:
+    """Give a model whose parameters are this rank's its runtime modules and what else its class needs. In place."""
+    colwise = [module.name for module in resolution.modules if module.style.is_colwise]
+    make_counts_local(model, colwise, ranks)
+    slice_ropes(model, colwise, ranks)
+    sum_outputs(model, resolution.cuts, ranks)
+    for planned in resolution.modules:
+        layer = model.get_submodule(planned.name)
+        if planned.style is Style.NORM_ACROSS_HEADS:
+            make_local_norm(layer, sum(planned.cut.block_sizes), ranks.group_name)
+        elif isinstance(layer, nn.Conv2d):
+            make_local_conv(layer, planned.style, ranks.rank, ranks.size, ranks.group_name)
+        else:
+            assert isinstance(layer, nn.Linear)
+            make_local(layer, planned.style, ranks.rank, ranks.size, ranks.group_name)
     _mark_parallel(model, ranks)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -82,8 +83,13 @@ def load_pipeline(
 def _assemble(path: str | os.PathLike[str], components: dict[str, Any], place: torch.device, ranks: Ranks) -> Any:
     import diffusers
 
+    # Called on the base class, diffusers 0.42.1 takes no components that the pipeline's own class calls optional, such
+    # as Wan's transformers.
+    named = getattr(diffusers, str(json.loads(Path(path, MODEL_INDEX).read_bytes()).get("_class_name")), None)
+    base = diffusers.DiffusionPipeline
+    cls: Any = named if isinstance(named, type) and issubclass(named, base) else base
     with _without_sets(Path(path), components) as folder:
-        pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, **components).to(place)
+        pipeline = cls.from_pretrained(folder, **components).to(place)
     pipeline.register_to_config(_name_or_path=os.fspath(path))
     if ranks.size > 1 and hasattr(pipeline, "load_lora_weights"):
         pipeline.load_lora_weights = _refuse_lora

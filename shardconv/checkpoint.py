@@ -292,12 +292,6 @@ def _refusals(tensors: Mapping[str, SourceTensor]) -> list[str]:
         return [
             f"{lora[0]}: a LoRA key ({len(lora)} in all); fuse the adapter first (fuse_lora), then save and convert"
         ]
-    original = [name for name in tensors if _ORIGINAL_KEY.match(name)]
-    if original:
-        return [
-            f"{original[0]}: an original-format key ({len(original)} in all), not diffusers layout; convert it first: "
-            "from_single_file(...) then save_pretrained(...)"
-        ]
     return []
 
 
@@ -309,6 +303,12 @@ def match_names(checkpoint: Checkpoint, expected: Mapping[str, object], ignore: 
     """
     missing = [name for name in expected if name not in checkpoint.tensors]
     unexpected = unexpected_names(checkpoint, expected, ignore)
+    original = [name for name in unexpected if _ORIGINAL_KEY.match(name)]
+    if original:
+        return [
+            f"{original[0]}: an original-format key ({len(original)} in all), not diffusers layout; convert it first: "
+            "from_single_file(...) then save_pretrained(...)"
+        ]
     issues = [
         f"{name}: the model has it, the checkpoint does not; fetch or save the checkpoint again" for name in missing
     ]

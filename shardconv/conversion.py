@@ -7,11 +7,12 @@ import warnings as python_warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
 from . import engine, lowdisk
+from .auto_rows import AUTO_ROWS
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .destination import (
     PartialFolder,
@@ -46,6 +47,9 @@ class Outcome:
     warnings: tuple[str, ...]
     was_there: bool  # the same set stood there already, so nothing was written
     download: Mapping[str, int] | None = None  # of a Hub repo, in a dry run, all components': name -> bytes
+    rank_nbytes: Mapping[str, int] | None = (
+        None  # in a dry run with the class's own plan: "plain", "lean" -> of one rank
+    )
 
 
 NewProgress = Callable[[str, int], "engine.Progress"]  # (what, total bytes) -> called with bytes just dealt with
@@ -61,6 +65,7 @@ def convert(
     revision: str | None = None,
     dtype: Any = None,
     plan: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    lean: bool = False,
     self_contained: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
@@ -79,7 +84,9 @@ def convert(
         revision: branch, tag or commit of a Hub repo.
         dtype: `bf16`, `fp16`, `fp32` or torch's dtype; casts real floating point only and keeps the class's
             `_keep_in_fp32_modules` in fp32. None stores what the source has, unchanged.
-        plan: a plan file or the map it would hold; None takes the class's `_tp_plan`.
+        plan: a plan file, the map it would hold, or `"auto-rows"`: every `Linear` as rowwise_split_input, for a class
+            without a plan. None takes the class's own.
+        lean: also cut the modulation and embedder projections that the class's plan leaves whole.
         self_contained: write replicated tensors into each rank's file instead of once into a shared one.
         overwrite: replace a set of the same degree, in one step.
         dry_run: read headers and configs only, write nothing.
@@ -93,17 +100,17 @@ def convert(
             found; nothing is left behind. Advice that does not stop the work comes as `ShardconvWarning`.
     """
     name = None if dtype is None else str(dtype).removeprefix("torch.")
-    options = Options(tp, variant, name, _as_plan(plan), self_contained, overwrite, dry_run, low_disk)
+    options = Options(tp, variant, name, _as_plan(plan), lean, self_contained, overwrite, dry_run, low_disk)
     outcomes = convert_all(source, out, options, subfolder=subfolder, revision=revision)
     for text in [text for outcome in outcomes for text in outcome.warnings]:
         python_warnings.warn(text, ShardconvWarning, stacklevel=2)
     return outcomes[0].manifest
 
 
-def _as_plan(plan: Mapping[str, Any] | str | os.PathLike[str] | None) -> Plan | None:
+def _as_plan(plan: Mapping[str, Any] | str | os.PathLike[str] | None) -> Plan | Literal["auto-rows"] | None:
     if plan is None or isinstance(plan, Mapping):
         return None if plan is None else parse_plan(plan, "plan")
-    return read_plan_file(plan)
+    return "auto-rows" if plan == AUTO_ROWS else read_plan_file(plan)
 
 
 def convert_all(
@@ -124,6 +131,8 @@ def convert_all(
         raise UsageError(f"--tp: expected a positive number of ranks, found {options.tp}")
     if Path(source).is_dir() and Path(source).resolve() in Path(out).resolve().parents:
         raise OutputError(f"{out}: lies inside the source {source}, which stays as it is; name another OUT")
+    if options.lean and options.plan is not None:
+        raise UsageError("--lean: adds to the class's own plan, and --plan replaces it; give one of them")
     if options.dtype is not None and options.dtype not in DTYPES:
         raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {options.dtype!r}")
     if subfolder is not None and (Path(subfolder).is_absolute() or ".." in Path(subfolder).parts):
@@ -150,7 +159,10 @@ def convert_all(
     there = [_existing(job, options, new_progress) for job in jobs]
     if options.dry_run:
         download = located.snapshot.missing() if located.snapshot else None
-        return [Outcome(job.component, job.folder, job.manifest, job.warnings, False, download) for job in jobs]
+        return [
+            Outcome(job.component, job.folder, job.manifest, job.warnings, False, download, job.rank_nbytes)
+            for job in jobs
+        ]
     needed = sum(
         max(0, job.plan.layout.nbytes - leftover_nbytes(job.folder))
         for job, known in zip(jobs, there, strict=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from . import models
+from .auto_rows import auto_rows
 from .cut import Cut
 from .errors import PlanError
 from .heads import head_counts
@@ -40,7 +41,10 @@ class ModelFacts:
         return cls(
             model_class=raw["model_class"],
             library_version=raw["library_version"],
-            plan={key: Rule(Style(rule["style"]), _sizes(rule["blocks"])) for key, rule in raw["plan"].items()},
+            plan={
+                key: Rule(Style(rule["style"]), _sizes(rule["blocks"]), rule["dim"])
+                for key, rule in raw["plan"].items()
+            },
             tensors={name: tuple(shape) for name, shape in raw["tensors"].items()},
             tied=tuple(map(tuple, raw["tied"])),
             ignored=tuple(raw["ignored"]),
@@ -59,33 +63,38 @@ def _sizes(value: list[int] | None) -> tuple[int, ...] | None:
     return None if value is None else tuple(value)
 
 
-def model_facts(config: Mapping[str, Any], plan: Plan | None, tp: int) -> ModelFacts:
-    """The facts of the model that `config` describes; `plan` None takes the class's own.
+def model_facts(
+    config: Mapping[str, Any], plan: Plan | Literal["auto-rows"] | None, tp: int, lean: bool = False
+) -> ModelFacts:
+    """The facts of the model that `config` describes; `plan` None takes the class's own, with what `lean` adds to it.
 
-    Raises `CheckpointError` when the class is unknown or the config does not build it, `PlanError` when it has no plan.
+    Raises `CheckpointError` when the class is unknown or the config does not build it.
     """
     import diffusers
 
-    from .resolve import resolve
+    from .resolve import colwise_names, resolve
 
     cls = models.model_class(str(config.get("_class_name")), config.get("_diffusers_version"))
-    plan = plan or models.class_plan(cls)
     model = models.skeleton(cls, config)
+    chosen: Plan = {}
     issues: tuple[str, ...] = ()
     cuts: Mapping[str, tuple[Style, Cut | None]] = {}
     heads: set[int] = set()
-    warnings: tuple[str, ...] = ()
+    warnings: list[str] = []
     try:
-        resolution = resolve(model, plan, tp, models.other_plan(cls))
+        chosen = _chosen(model, plan, tp, lean)
+        resolution = resolve(model, chosen, tp, models.other_plan(model))
     except PlanError as error:
         issues = error.issues
     else:
-        cuts, warnings = resolution.cuts, resolution.warnings
-        heads = {count for _, count in head_counts(model, [module.name for module in resolution.modules])}
+        cuts = resolution.cuts
+        heads = {count for _, count in head_counts(model, colwise_names(resolution.modules))}
+        unchecked = models.unchecked(model) if plan is None else None
+        warnings = [*resolution.warnings, *filter(None, [unchecked])]
     return ModelFacts(
         model_class=cls.__name__,
         library_version=diffusers.__version__,
-        plan=plan,
+        plan=chosen,
         tensors=models.stored_tensors(model),
         tied=tuple(models.tied_names(model)),
         ignored=models.ignored_patterns(cls),
@@ -93,5 +102,11 @@ def model_facts(config: Mapping[str, Any], plan: Plan | None, tp: int) -> ModelF
         cuts=cuts,
         head_counts=tuple(sorted(heads)),
         plan_issues=issues,
-        warnings=warnings,
+        warnings=tuple(warnings),
     )
+
+
+def _chosen(model: Any, plan: Plan | Literal["auto-rows"] | None, tp: int, lean: bool) -> Plan:
+    if plan is None:
+        return models.class_plan(model, tp if lean else None)
+    return auto_rows(model, tp) if isinstance(plan, str) else plan

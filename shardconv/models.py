@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from .catalogue import ENTRIES, entry_of, expand
+from .catalogue.entry import places_of
 from .errors import CheckpointError, PlanError
 from .plan import Plan, parse_plan
 
@@ -38,35 +40,75 @@ def model_class(name: str, written_by: str | None = None) -> Any:
     )
 
 
-def class_plan(cls: Any) -> Plan:
-    """The plan a model class carries as `_tp_plan`. Raises `PlanError` when it has none."""
-    raw = getattr(cls, "_tp_plan", None)
-    if not raw:
+def class_plan(model: Any, lean_for: int | None = None) -> Plan:
+    """The plan of the model's class: its `_tp_plan`, else the catalogue's.
+
+    `lean_for`: a tp degree for which the catalogue's additions for memory are wanted too; one that the degree does not
+    divide is left out. Raises `PlanError` for a class that has no plan, or nothing to add.
+    """
+    plan = _own_plan(model)
+    if lean_for is None:
+        return plan
+    entry = entry_of(model)
+    more = expand(entry.lean, model) if entry else {}
+    if not more:
+        raise PlanError(f"{type(model).__name__}: its plan leaves nothing that could be cut for memory; drop --lean")
+    fitting = {key for key in more if all(module.in_features % lean_for == 0 for _, module in places_of(model, key))}
+    return {**plan, **{key: rule for key, rule in more.items() if key in fitting}}
+
+
+def _own_plan(model: Any) -> Plan:
+    name = type(model).__name__
+    raw = getattr(type(model), "_tp_plan", None)
+    if raw:
+        return parse_plan(raw, f"{name}._tp_plan")
+    entry = entry_of(model)
+    refused = [why for why, applies in entry.refused.items() if applies(model.config)] if entry else []
+    if refused:
+        raise PlanError(*(f"{name}: {why}; give a plan that leaves it whole with --plan FILE" for why in refused))
+    plan = expand(entry.plan, model) if entry else None
+    if not plan:
         import diffusers
 
         raise PlanError(
-            f"{cls.__name__}: has no _tp_plan in diffusers {diffusers.__version__}; give one with --plan FILE"
+            f"{name}: has no _tp_plan in diffusers {diffusers.__version__} and is not in the catalogue "
+            "(shardconv plans lists it); give a plan with --plan FILE"
         )
-    return parse_plan(raw, f"{cls.__name__}._tp_plan")
+    return plan
 
 
-def other_plan(cls: Any) -> Plan | None:
+def unchecked(model: Any) -> str | None:
+    """One sentence when the class's plan is the catalogue's and was checked with other versions of diffusers only."""
+    import diffusers
+
+    entry = entry_of(model)
+    if entry is None or not entry.plan or getattr(type(model), "_tp_plan", None):
+        return None
+    if diffusers.__version__ in entry.checked:
+        return None
+    return (
+        f"{type(model).__name__}: its plan was checked with diffusers {', '.join(entry.checked)}, this is "
+        f"{diffusers.__version__}; run: shardconv check {type(model).__name__} --tp 2"
+    )
+
+
+def other_plan(model: Any) -> Plan | None:
     """The class's own plan, beside a plan that somebody gave; None when there is none that we understand."""
     try:
-        return class_plan(cls)
+        return class_plan(model)
     except PlanError:
         return None
 
 
 def has_plan(library: str, name: str) -> bool | None:
-    """Whether a pipeline component (`library`, class name of model_index.json) is a model with a `_tp_plan`; None when
-    it is not a model of diffusers."""
+    """Whether a pipeline component (`library`, class name of model_index.json) is a model that has a plan; None when it
+    is not a model of diffusers."""
     import diffusers
 
     cls = getattr(diffusers, name, None) if library == "diffusers" and name.isidentifier() else None
     if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)):
         return None
-    return bool(getattr(cls, "_tp_plan", None))
+    return bool(getattr(cls, "_tp_plan", None)) or (name in ENTRIES and bool(ENTRIES[name].plan))
 
 
 def skeleton(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:

@@ -19,18 +19,29 @@ from .jsonfile import parse
 
 
 class Style(str, Enum):
-    """How one `Linear` (weight `[out, in]`) is cut; the table stands in the README under "Styles"."""
+    """How one `Linear` (weight `[out, in]`) is cut; the table stands in the README under "Styles".
+
+    `NORM_ACROSS_HEADS` is a norm over a sharded dim: weight and bias are cut, its statistics summed over the ranks.
+    `PARAMETER` is a tensor that a module holds outside any layer (one value a head, the weights of experts).
+    """
 
     COLWISE = "colwise"
     ROWWISE = "rowwise"
     ROWWISE_SPLIT_INPUT = "rowwise_split_input"
     PACKED_COLWISE = "packed_colwise"
     PACKED_ROWWISE = "packed_rowwise"
+    NORM_ACROSS_HEADS = "norm_across_heads"
+    PARAMETER = "parameter"
 
     @property
     def dim(self) -> int:
-        """The dim of the weight that is cut."""
-        return 0 if self in (Style.COLWISE, Style.PACKED_COLWISE) else 1
+        """The dim of the weight that is cut; a `PARAMETER` is cut along the dim that its rule gives."""
+        return 1 if self in (Style.ROWWISE, Style.ROWWISE_SPLIT_INPUT, Style.PACKED_ROWWISE) else 0
+
+    @property
+    def is_colwise(self) -> bool:
+        """Whether the output stays sharded."""
+        return self in (Style.COLWISE, Style.PACKED_COLWISE)
 
     @property
     def is_packed(self) -> bool:
@@ -51,10 +62,14 @@ _PACKED_OBJECTS = {"PackedColwiseParallel": Style.PACKED_COLWISE, "PackedRowwise
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The style of a pattern; `blocks` are proportions, None when the `Linear` itself carries the block sizes."""
+    """The style of a pattern; `blocks` are proportions, None when the `Linear` itself carries the block sizes.
+
+    Absolute block sizes are proportions too: their sum is the dim.
+    """
 
     style: Style
     blocks: tuple[int, ...] | None = None
+    dim: int | None = None  # of a `PARAMETER`
 
 
 Plan = Mapping[str, Rule]
@@ -88,14 +103,19 @@ def _parse_rule(value: object) -> Rule:
     if kind in _PACKED_OBJECTS:
         return Rule(_PACKED_OBJECTS[kind], _parse_blocks(getattr(value, "blocks", None)))
     if isinstance(value, Mapping):
-        if not set(value) <= {"style", "blocks"} or "style" not in value:
+        if not set(value) <= {"style", "blocks", "dim"} or "style" not in value:
             raise ValueError(f'expected {{"style": ..., "blocks": [...]}}, found the keys {sorted(map(str, value))}')
-        rule = Rule(_parse_style(value["style"]), _parse_blocks(value.get("blocks")))
-        if rule.blocks is not None and not rule.style.is_packed:
+        rule = Rule(_parse_style(value["style"]), _parse_blocks(value.get("blocks")), value.get("dim"))
+        if (rule.style is Style.PARAMETER) != (type(rule.dim) is int and rule.dim >= 0):
+            raise ValueError(f"a dim is for the style 'parameter' and for no other, found {rule.dim!r}")
+        if rule.blocks is not None and not rule.style.is_packed and rule.style is not Style.PARAMETER:
             packed = Style.PACKED_COLWISE if rule.style.dim == 0 else Style.PACKED_ROWWISE
             raise ValueError(f"style {rule.style.value!r} takes no blocks; use {packed.value}")
         return rule
-    return Rule(_parse_style(value))
+    rule = Rule(_parse_style(value))
+    if rule.style is Style.PARAMETER:
+        raise ValueError('expected {"style": "parameter", "dim": ...}')
+    return rule
 
 
 def _parse_style(value: object) -> Style:
@@ -118,10 +138,13 @@ def _parse_blocks(value: object) -> tuple[int, ...] | None:
 
 def plan_to_json(plan: Plan) -> dict[str, object]:
     """The plan as a plan file states it; `parse_plan` gives it back."""
-    return {
-        pattern: rule.style.value if rule.blocks is None else {"style": rule.style.value, "blocks": list(rule.blocks)}
-        for pattern, rule in plan.items()
-    }
+    return {pattern: _rule_to_json(rule) for pattern, rule in plan.items()}
+
+
+def _rule_to_json(rule: Rule) -> object:
+    blocks = {} if rule.blocks is None else {"blocks": list(rule.blocks)}
+    dim = {} if rule.dim is None else {"dim": rule.dim}
+    return {"style": rule.style.value, **dim, **blocks} if blocks or dim else rule.style.value
 
 
 def read_plan_file(path: str | os.PathLike[str]) -> Plan:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from . import models
 from .facts import ModelFacts, model_facts
@@ -46,10 +46,13 @@ class Planner:
         answer = self._ask({"library": library, "name": name})
         return models.has_plan(library, name) if answer is None else answer["has_plan"]
 
-    def facts(self, config: Mapping[str, Any], plan: Plan | None, tp: int) -> ModelFacts:
+    def facts(
+        self, config: Mapping[str, Any], plan: Plan | Literal["auto-rows"] | None, tp: int, lean: bool = False
+    ) -> ModelFacts:
         """See `model_facts`."""
-        answer = self._ask({"config": config, "plan": plan and plan_to_json(plan), "tp": tp})
-        return model_facts(config, plan, tp) if answer is None else ModelFacts.from_json(answer)
+        stated = plan_to_json(plan) if isinstance(plan, Mapping) else plan
+        answer = self._ask({"config": config, "plan": stated, "tp": tp, "lean": lean})
+        return model_facts(config, plan, tp, lean) if answer is None else ModelFacts.from_json(answer)
 
     def _ask(self, question: Mapping[str, Any]) -> Any:
         if self._child is None:
@@ -94,8 +97,10 @@ def serve() -> None:
 def _answer(question: Mapping[str, Any]) -> dict[str, Any]:
     if "name" in question:
         return {"has_plan": models.has_plan(question["library"], question["name"])}
-    plan = None if question["plan"] is None else parse_plan(question["plan"], "plan")
-    return model_facts(question["config"], plan, question["tp"]).to_json()
+    plan = question["plan"]
+    if isinstance(plan, dict):
+        plan = parse_plan(plan, "plan")
+    return model_facts(question["config"], plan, question["tp"], question["lean"]).to_json()
 
 
 def import_lightly() -> None:

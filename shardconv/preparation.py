@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from ._version import __version__
 from .checkpoint import Checkpoint, config_digest, match_names, open_checkpoint, shorten, unexpected_names
 from .destination import check_target, set_folder_name
 from .errors import CheckpointError, OutputError, PlanError, as_one, every
 from .facts import ModelFacts
-from .layout import ConvertPlan, plan_layout, stored_tensors
+from .layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
 from .manifest import FileRecord, Manifest, Source, SourceFileRecord
 from .models import kept_in_fp32
 from .plan import Plan
@@ -30,7 +31,8 @@ class Options:
     tp: int
     variant: str | None = None
     dtype: str | None = None  # a key of DTYPES
-    plan: Plan | None = None
+    plan: Plan | Literal["auto-rows"] | None = None  # None: the class's own
+    lean: bool = False  # also cut modulation and embedders
     self_contained: bool = False
     overwrite: bool = False
     dry_run: bool = False
@@ -48,6 +50,7 @@ class Job:
     plan: ConvertPlan
     tied: Sequence[tuple[str, ...]]  # names that are one parameter
     warnings: tuple[str, ...]
+    rank_nbytes: Mapping[str, int] | None
 
     @property
     def folder(self) -> Path:
@@ -64,7 +67,7 @@ def prepare(located: Located, subfolder: str | None, out: Path, options: Options
 def _prepare(located: Located, component: str, out: Path, options: Options, planner: Planner) -> Job:
     """Check everything that can be checked without reading weights; one error for all faults of a component."""
     checkpoint = open_checkpoint(located.folder / component, options.variant)
-    model = planner.facts(checkpoint.config, options.plan, options.tp)
+    model = planner.facts(checkpoint.config, options.plan, options.tp, options.lean)
     aliases = _aliases(checkpoint, model.tied)
     target = out / component
     _check(checkpoint, model, aliases, check_target(target, checkpoint.folder, options.tp, checkpoint.config_bytes))
@@ -98,7 +101,21 @@ def _prepare(located: Located, component: str, out: Path, options: Options, plan
     if loud:
         what = f"tensors that {model.model_class} does not have"
         warnings.append(f"{checkpoint.folder}: {what} are left out: {shorten(loud)}")
-    return Job(component, target, checkpoint, manifest, ConvertPlan(layout, sources), model.tied, tuple(warnings))
+    sizes = None
+    if options.dry_run and options.plan is None:
+        other = planner.facts(checkpoint.config, None, options.tp, not options.lean)
+        sizes = _rank_nbytes(tensors, (other, model) if options.lean else (model, other), options.tp)
+    plan = ConvertPlan(layout, sources)
+    return Job(component, target, checkpoint, manifest, plan, model.tied, tuple(warnings), sizes)
+
+
+def _rank_nbytes(tensors: Sequence[StoredTensor], plain_and_lean: Sequence[ModelFacts], tp: int) -> dict[str, int]:
+    """What one rank would hold under either plan; one that does not fit is left out."""
+    return {
+        name: sum(replace(each, cut=model.cuts.get(each.name, (None, None))[1]).slice_nbytes(tp) for each in tensors)
+        for name, model in zip(("plain", "lean"), plain_and_lean, strict=True)
+        if not model.plan_issues
+    }
 
 
 def _check(checkpoint: Checkpoint, model: ModelFacts, aliases: Mapping[str, str], target_issues: Sequence[str]) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .catalogue import entry_of, expand
+from .catalogue.entry import is_across_heads, normalized_widths
 from .cut import Cut, block_sizes, legal_degrees
 from .errors import PlanError
 from .heads import head_counts, owners, unknown_heads
@@ -26,7 +28,7 @@ _NORM = ("norm", "ln")
 
 @dataclass(frozen=True, slots=True)
 class PlannedModule:
-    """One `Linear` that a plan names."""
+    """One layer that a plan names: a `Linear`, a convolution or a norm across heads."""
 
     name: str
     pattern: str  # the plan's key
@@ -57,23 +59,69 @@ def resolve(model: Any, plan: Plan, tp: int, class_plan: Plan | None = None) -> 
     class packs is warned about. Raises `PlanError` with every fault found.
     """
     found = _Findings()
-    modules = _match(model, plan, found)
+    layers = {pattern: rule for pattern, rule in plan.items() if rule.style is not Style.PARAMETER}
+    modules = _match(model, layers, found)
+    parameters = _match_parameters(model, {key: rule for key, rule in plan.items() if key not in layers}, found)
+    if not found.issues:
+        found.issues += _check_degree(model, modules, parameters, tp)
+    if not _is_proved(model, plan):
+        _check_sense(model, modules, tp, class_plan, found)
+    cuts = {name: spec for module in modules for name, spec in _parameter_cuts(model, module)}
+    cuts |= {name: (Style.PARAMETER, cut) for name, cut in parameters.items()}
+    found.issues += _check_ties(model, cuts)
+    if found.issues:
+        raise PlanError(*found.issues)
+    unique = {id(model.get_submodule(module.name)): module for module in reversed(modules)}
+    return Resolution(tuple(reversed(unique.values())), cuts, tuple(found.warnings))
+
+
+def _is_proved(model: Any, plan: Plan) -> bool:
+    """Whether the plan is the catalogue's own, lean or not, shown by a test to give the unsharded output. What looks
+    doubtful in it (projections that share one output layer, say) is meant."""
+    entry = entry_of(model)
+    if entry is None:
+        return False
+    own, more = expand(entry.plan, model), expand(entry.lean, model)
+    return bool(own) and own == {key: rule for key, rule in plan.items() if more.get(key) != rule}
+
+
+def _check_sense(
+    model: Any, modules: Sequence[PlannedModule], tp: int, class_plan: Plan | None, found: _Findings
+) -> None:
+    """What a plan nobody has proved must show: that its layers fit together."""
     _check_fused(model, modules, class_plan, found)
     if not found.issues:
-        found.issues += _check_degree(model, modules, tp)
         unpaired = _check_pairs(modules)
         found.issues += unpaired
         if tp > 1:
             found.issues += _check_attention(model, modules)
         if not unpaired:
             found.issues += _check_whole(model, modules)
-    cuts = {name: spec for module in modules for name, spec in _parameter_cuts(model, module)}
-    found.issues += _check_ties(model, cuts)
-    found.warnings += _check_widths(model, modules)
-    if found.issues:
-        raise PlanError(*found.issues)
-    unique = {id(model.get_submodule(module.name)): module for module in reversed(modules)}
-    return Resolution(tuple(reversed(unique.values())), cuts, tuple(found.warnings))
+    found.warnings += _check_widths(modules)
+
+
+def _match_parameters(model: Any, plan: Plan, found: _Findings) -> dict[str, Cut]:
+    """Parameter name -> its cut, for the rules that name bare parameters."""
+    cuts: dict[str, Cut] = {}
+    for pattern, rule in plan.items():
+        owners_, _, leaf = pattern.rpartition(".")
+        try:
+            for name, module in _targets(model, owners_) if owners_ else [("", model)]:
+                parameter = module._parameters.get(leaf) if module is not None else None
+                cuts[f"{name}.{leaf}" if name else leaf] = _parameter_cut(parameter, rule)
+        except ValueError as error:
+            found.issues.append(f"plan key {pattern!r}: {error}")
+    return cuts
+
+
+def _parameter_cut(parameter: Any, rule: Rule) -> Cut:
+    dim = rule.dim or 0
+    if parameter is None or dim >= parameter.ndim:
+        raise ValueError(f"expected a parameter with a dim {dim} in every place; correct the key")
+    sizes = block_sizes(parameter.shape[dim], rule.blocks or (1,))
+    if sizes is None:
+        raise ValueError(f"dim {dim} is {parameter.shape[dim]}, blocks {list(rule.blocks or ())} do not divide it")
+    return Cut(dim, sizes)
 
 
 def _match(model: Any, plan: Plan, found: _Findings) -> list[PlannedModule]:
@@ -100,6 +148,7 @@ def _match(model: Any, plan: Plan, found: _Findings) -> list[PlannedModule]:
                 break
             try:
                 modules.append(_planned(model, name, module, pattern, rule))
+                _check_norm(model, modules[-1])
             except ValueError as error:
                 found.issues.append(f"{name}: {error}{_others(len(targets) - 1, pattern)}")
                 break
@@ -151,15 +200,29 @@ def _scope(model: Any, name: str) -> str:
 
 
 def _planned(model: Any, name: str, module: Any, pattern: str, rule: Rule) -> PlannedModule:
-    from torch.nn import Linear
+    from torch.nn import Conv2d, Linear
 
-    if not isinstance(module, Linear):
-        raise ValueError(f"expected an nn.Linear, found {type(module).__name__}; only Linear layers are cut")
     dim = rule.style.dim
+    if rule.style is Style.NORM_ACROSS_HEADS:
+        widths = normalized_widths(module)
+        if len(widths) != 1:
+            raise ValueError(f"expected a norm over one dim, found {type(module).__name__}")
+        return PlannedModule(name, pattern, _scope(model, name), rule.style, Cut(0, tuple(widths)))
+    if isinstance(module, Conv2d):
+        if rule.style is Style.ROWWISE_SPLIT_INPUT or (dim == 1 and module.groups > 1):
+            raise ValueError(f"a convolution cannot be {rule.style.value}")
+    elif not isinstance(module, Linear):
+        raise ValueError(f"expected an nn.Linear, found {type(module).__name__}; only Linear layers are cut")
     total = module.weight.shape[dim]
     if total == 0:
         raise ValueError(f"dim {dim} has no elements, nothing can be cut; take it out of the plan")
     return PlannedModule(name, pattern, _scope(model, name), rule.style, Cut(dim, _block_sizes(module, rule, total)))
+
+
+def _check_norm(model: Any, planned: PlannedModule) -> None:
+    """A norm across heads is as wide as a projection beside it; a narrower one is of each head and stays whole."""
+    if planned.style is Style.NORM_ACROSS_HEADS and not is_across_heads(model, planned.name):
+        raise ValueError("is not as wide as a projection beside it, so it is not across heads; take it out of the plan")
 
 
 def _block_sizes(module: Any, rule: Rule, total: int) -> tuple[int, ...]:
@@ -193,14 +256,16 @@ def _parameter_cuts(model: Any, planned: PlannedModule) -> Iterator[tuple[str, t
     per-channel scale); cut on dim 1, all but the weight stays whole."""
     module = model.get_submodule(planned.name)
     stored = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if "." not in name}
+    rows = sum(planned.cut.block_sizes)
     for name, tensor in stored.items():
-        by_rows = planned.cut.dim == 0 and tensor.ndim > 0 and tensor.shape[0] == module.weight.shape[0]
+        by_rows = planned.cut.dim == 0 and tensor.ndim > 0 and tensor.shape[0] == rows
         yield f"{planned.name}.{name}", (planned.style, planned.cut if by_rows or name == "weight" else None)
 
 
 def _check_fused(model: Any, modules: Sequence[PlannedModule], class_plan: Plan | None, found: _Findings) -> None:
     """A layer cut in other blocks than the class itself has for it: warned about, once for each plan key."""
-    own = {module.name: module.cut for module in _match(model, class_plan or {}, _Findings())}
+    layers = {key: rule for key, rule in (class_plan or {}).items() if rule.style is not Style.PARAMETER}
+    own = {module.name: module.cut for module in _match(model, layers, _Findings())}
     warned: set[str] = set()
     for module in modules:
         stored = getattr(model.get_submodule(module.name), _blocks_attribute(module.style), None)
@@ -217,27 +282,36 @@ def _check_fused(model: Any, modules: Sequence[PlannedModule], class_plan: Plan 
             )
 
 
-def all_sizes(model: Any, modules: Sequence[PlannedModule]) -> list[int]:
-    """Everything that a tp degree must divide: head counts and block sizes."""
-    heads = [count for _, count in head_counts(model, [module.name for module in modules])]
-    return heads + [size for module in modules for size in module.cut.block_sizes]
+def degrees_of(model: Any, plan: Plan, limit: int = 16) -> list[int]:
+    """The tp degrees up to `limit` that divide every head count and every block. Raises `PlanError`."""
+    resolution = resolve(model, plan, 1)
+    heads = [count for _, count in head_counts(model, colwise_names(resolution.modules))]
+    sizes = [size for _, cut in resolution.cuts.values() if cut for size in cut.block_sizes]
+    return legal_degrees(heads + sizes, limit)
 
 
-def _check_degree(model: Any, modules: Sequence[PlannedModule], tp: int) -> list[str]:
-    legal = ", ".join(map(str, legal_degrees(all_sizes(model, modules))))
+def colwise_names(modules: Sequence[PlannedModule]) -> list[str]:
+    return [module.name for module in modules if module.style.is_colwise]
+
+
+def _check_degree(model: Any, modules: Sequence[PlannedModule], parameters: Mapping[str, Cut], tp: int) -> list[str]:
+    counts = list(head_counts(model, colwise_names(modules)))
+    cuts = [(f"{module.name}.weight", module.cut) for module in modules] + list(parameters.items())
+    sizes = [size for _, cut in cuts for size in cut.block_sizes]
+    legal = ", ".join(map(str, legal_degrees([count for _, count in counts] + sizes)))
     # One sentence for each different reason, naming the first place: a large model has hundreds of places.
     heads: dict[int, list[str]] = {}
-    for where, count in head_counts(model, [module.name for module in modules]):
+    for where, count in counts:
         if count % tp:
             heads.setdefault(count, []).append(where)
     blocks: dict[str, list[str]] = {}
-    for module in modules:
-        if any(size % tp for size in module.cut.block_sizes):
-            blocks.setdefault(_indivisible(module.cut, tp), []).append(module.name)
+    for name, cut in cuts:
+        if any(size % tp for size in cut.block_sizes):
+            blocks.setdefault(_indivisible(cut, tp), []).append(name)
     return [
         f"{places[0]}: {count} heads, not divisible by tp degree {tp}; use {legal}" for count, places in heads.items()
     ] + [
-        f"{names[0]}.weight: {what}, not divisible by tp degree {tp}; use {legal}"
+        f"{names[0]}: {what}, not divisible by tp degree {tp}; use {legal}"
         + (f" (likewise {len(names) - 1} more layers)" if len(names) > 1 else "")
         for what, names in blocks.items()
     ]
@@ -253,7 +327,7 @@ def _indivisible(cut: Cut, tp: int) -> str:
 def _check_pairs(modules: Sequence[PlannedModule]) -> list[str]:
     """Colwise outputs stay sharded until a rowwise module sums them. Each rowwise module takes up the colwise ones in
     the nearest enclosing module that has any, within its block; one left over would never be summed."""
-    colwise = [module for module in modules if module.style.dim == 0]
+    colwise = [module for module in modules if module.style.is_colwise]
     joined: set[str] = set()
     issues: dict[str, str] = {}  # by plan key: one sentence for each
     for row in (module for module in modules if module.style.takes_local_input):
@@ -275,14 +349,14 @@ def _check_pairs(modules: Sequence[PlannedModule]) -> list[str]:
     return list(issues.values())
 
 
-def _check_widths(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
+def _check_widths(modules: Sequence[PlannedModule]) -> list[str]:
     """A plain colwise module with several times the features that the rowwise one after it takes is a fused one: gate
     and up, or queries, keys and values. One sentence for each plan key."""
     said: dict[str, str] = {}
     for row in (module for module in modules if module.style is Style.ROWWISE):
-        taken = model.get_submodule(row.name).in_features
+        taken = sum(row.cut.block_sizes)
         for col in _joined(row, modules):
-            given = model.get_submodule(col.name).out_features
+            given = sum(col.cut.block_sizes)
             if col.style is Style.COLWISE and given > taken and given % taken == 0:
                 said.setdefault(
                     col.pattern,
@@ -294,7 +368,7 @@ def _check_widths(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
 
 def _joined(row: PlannedModule, modules: Sequence[PlannedModule]) -> list[PlannedModule]:
     """The colwise modules whose outputs `row` sums."""
-    colwise = [module for module in modules if module.style.dim == 0 and module.scope == row.scope]
+    colwise = [module for module in modules if module.style.is_colwise and module.scope == row.scope]
     for ancestor in _ancestors(row):
         inside = [module for module in colwise if module.name.startswith(ancestor)]
         if inside:
@@ -314,15 +388,18 @@ def _ancestors(module: PlannedModule) -> Iterator[str]:
 
 def _check_attention(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
     names = [module.name for module in modules]
-    issues = [issue for issue in [unknown_heads(model, names)] if issue]
-    heads = {count for _, count in head_counts(model, names)}
+    colwise = colwise_names(modules)
+    issues = [issue for issue in [unknown_heads(model, colwise)] if issue]
+    heads = {count for _, count in head_counts(model, colwise)}
     seen: set[str] = set()
-    for owner in owners([module.name for module in modules if module.style.dim == 0]):
+    for owner in owners(colwise):
         parent = model.get_submodule(owner)
-        mine = [module for module in modules if module.style.dim == 0 and module.name.rpartition(".")[0] == owner]
+        mine = [module for module in modules if module.style.is_colwise and module.name.rpartition(".")[0] == owner]
         widths = {size for module in mine for size in module.cut.block_sizes}
         for child, module in parent.named_children():
-            text = _norm_issue(child, module, widths) or _gate_issue(f"{owner}.{child}", module, names, heads, widths)
+            if f"{owner}.{child}" in names:
+                continue
+            text = _norm_issue(child, module, widths) or _gate_issue(f"{owner}.{child}", module, heads, widths)
             if text and child not in seen:
                 seen.add(child)
                 issues.append(f"{owner}.{child}: {text}")
@@ -333,7 +410,7 @@ def _check_whole(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
     """Attentions of which a plan names some projections and forgets others; each forgotten name once."""
     names = [module.name for module in modules]
     issues: dict[str, str] = {}
-    for owner in owners([module.name for module in modules if module.style.dim == 0]):
+    for owner in owners(colwise_names(modules)):
         for child in _left_out(owner, model.get_submodule(owner), names):
             issues.setdefault(
                 child,
@@ -360,28 +437,18 @@ def _norm_issue(child: str, module: Any, widths: set[int]) -> str | None:
     is_norm = any(word.startswith(_NORM) for word in words) and not _QUERY_OR_KEY.isdisjoint(words)
     if "pre" in words:  # of the projection's input, which is whole
         return None
-    if is_norm and not _normalized_widths(module).isdisjoint(widths):
+    if is_norm and not normalized_widths(module).isdisjoint(widths):
         return (
             "a norm across all heads of a sharded projection; a rank would take the statistics of its own heads only, "
-            "which is quietly wrong; this is not supported yet, leave the attention out of the plan"
+            f"which is quietly wrong; plan it as {Style.NORM_ACROSS_HEADS.value}, or leave the attention out"
         )
     return None
 
 
-def _normalized_widths(module: Any) -> set[int]:
-    """How many elements a norm goes over, as far as it says: by its weight, or as torch and diffusers name it."""
-    weight = getattr(module, "weight", None)
-    stated = [weight.shape[0]] if weight is not None and weight.ndim == 1 else []
-    for attribute in ("normalized_shape", "dim"):
-        shape = getattr(module, attribute, None)
-        stated += [shape] if isinstance(shape, int) else [shape[-1]] if shape else []
-    return set(stated)
-
-
-def _gate_issue(name: str, module: Any, planned: Sequence[str], heads: set[int], widths: set[int]) -> str | None:
+def _gate_issue(name: str, module: Any, heads: set[int], widths: set[int]) -> str | None:
     from torch.nn import Linear
 
-    if isinstance(module, Linear) and name not in planned and module.out_features in heads - widths:
+    if isinstance(module, Linear) and module.out_features in heads - widths:
         return (
             f"one output a head ({module.out_features}) beside sharded projections, and not in the plan; add it as "
             "colwise"

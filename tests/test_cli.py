@@ -25,7 +25,7 @@ from shardconv.cli.main import VERBS, main, parser
 # A new option is a deliberate change: it is added here, to the README and to the change log.
 FLAGS = {
     "convert": [
-        "SOURCE", "OUT", "--help", "--tp", "--subfolder", "--variant", "--revision", "--dtype", "--plan",
+        "SOURCE", "OUT", "--help", "--tp", "--subfolder", "--variant", "--revision", "--dtype", "--plan", "--lean",
         "--self-contained", "--overwrite", "--dry-run", "--low-disk", "--json", "--quiet",
     ],
     "inspect": ["PATH", "--help", "--tensors", "--json", "--svg"],
@@ -38,6 +38,8 @@ FLAGS = {
         "OUT", "REPO_ID", "--help", "--private", "--revision", "--create-pr", "--degrees", "--commit-message",
         "--dry-run", "--json", "--quiet",
     ],
+    "plans": ["--help", "--json"],
+    "check": ["SUBJECT", "--help", "--tp", "--plan", "--json"],
     "demo": ["--help", "--model", "--keep"],
 }  # fmt: skip
 
@@ -331,6 +333,9 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, run: _Streams) -
     planned, done = json.loads(dry), json.loads(wet)
     assert (planned.pop("dry_run"), done.pop("dry_run")) == (True, False)
     assert planned["sets"][0].pop("conversion_id") == ""
+    sizes = planned["sets"][0].pop("rank_nbytes_by_plan")
+    assert sizes["plain"] == done["sets"][0]["rank_nbytes"]
+    assert sizes["lean"] < sizes["plain"]
     assert len(done["sets"][0].pop("conversion_id")) == 32
     assert planned == done
 

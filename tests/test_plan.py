@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from shardconv.errors import PlanError
 from shardconv.plan import Plan, Rule, Style, parse_plan, plan_to_json, read_plan_file
 
-SUPPORTED = "supported: colwise, rowwise, rowwise_split_input, packed_colwise, packed_rowwise, rowwise_rep"
+SUPPORTED = (
+    "supported: colwise, rowwise, rowwise_split_input, packed_colwise, packed_rowwise, "
+    "norm_across_heads, parameter, rowwise_rep"
+)
 
 
 def _issues(raw: object) -> tuple[str, ...]:
@@ -265,3 +268,26 @@ def test_a_plan_file_that_is_not_there(tmp_path: Path) -> None:
         read_plan_file(tmp_path / "absent.json")
     with pytest.raises(PlanError, match=r": cannot read the plan file \(Is a directory\)$"):
         read_plan_file(tmp_path)
+
+
+def test_a_bare_parameter_has_a_dim() -> None:
+    """The rule of a bare parameter gives its dim, with blocks where it is packed, and survives JSON."""
+    raw = {"pos": {"style": "parameter", "dim": 1}, "experts": {"style": "parameter", "dim": 2, "blocks": [1, 1]}}
+    plan = parse_plan(raw, "here")
+    assert plan == {"pos": Rule(Style.PARAMETER, None, 1), "experts": Rule(Style.PARAMETER, (1, 1), 2)}
+    assert plan_to_json(plan) == raw
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("parameter", 'expected {"style": "parameter", "dim": ...}'),
+        ({"style": "parameter"}, "a dim is for the style 'parameter' and for no other, found None"),
+        ({"style": "parameter", "dim": -1}, "a dim is for the style 'parameter' and for no other, found -1"),
+        ({"style": "parameter", "dim": True}, "a dim is for the style 'parameter' and for no other, found True"),
+        ({"style": "colwise", "dim": 0}, "a dim is for the style 'parameter' and for no other, found 0"),
+    ],
+)
+def test_a_dim_elsewhere_is_an_error(value: object, said: str) -> None:
+    """A dim that is missing, not a dim, or of another style."""
+    assert _one(value) == f"here: 'blocks.*.ff': {said}"

@@ -109,13 +109,18 @@ def test_a_local_input_where_a_whole_one_belongs_fails_on_every_rank() -> None:
 
 
 @pytest.mark.parametrize("style", ["colwise"])
-def test_c2_a_fused_layer_of_a_class_without_a_plan_is_warned_about(tmp_path: Path, style: str) -> None:
-    """A gated feed-forward cut as one block gives the next layer twice what it takes: a warning says so."""
+def test_c2_a_fused_layer_in_a_plan_file_is_warned_about(tmp_path: Path, style: str) -> None:
+    """A gated feed-forward cut as one block gives the next layer twice what it takes: one warning says so, another one
+    that the catalogue packs it."""
     from small_minimax import build_minimax
 
     build_minimax().save_pretrained(tmp_path / "in")
     wrong = MINIMAX_PLAN | {"transformer_blocks.*.ff.net.0.proj": style}
-    with pytest.warns(shardconv.ShardconvWarning, match=r"looks like 2 fused layers; packed_colwise"):
+    fused, doubled = r"a fused layer cut as colwise", r"looks like 2 fused layers; packed_colwise"
+    with (
+        pytest.warns(shardconv.ShardconvWarning, match=fused),
+        pytest.warns(shardconv.ShardconvWarning, match=doubled),
+    ):
         shardconv.convert(tmp_path / "in", tmp_path / "out", tp=2, plan=wrong)
 
 

@@ -17,7 +17,7 @@ from test_run_models import FP32_TOLERANCE
 from torch import nn
 
 import loader
-from loader import linear, parallel
+from loader import fixups, linear, parallel
 from shardconv.cut import Cut
 
 SEEN = 100 * FP32_TOLERANCE  # a fault must differ by this much at least, of the largest output
@@ -87,7 +87,7 @@ def one_block() -> Any:
 
 
 def whole_head_count() -> Any:
-    return mock.patch.object(parallel, "local_attributes", return_value=[])
+    return mock.patch.object(fixups, "local_attributes", return_value=[])
 
 
 def perturbed_replica() -> Any:

@@ -9,14 +9,14 @@ import pytest
 import ranks
 import small_sets
 import torch
-from diffusers import MiniMaxH3Transformer3DModel
+from diffusers import DiTTransformer2DModel, MiniMaxH3Transformer3DModel
 from small_minimax import CONFIG, MINIMAX_PLAN
 
 import loader
 import shardconv
 from shardconv import small_models
 from shardconv.manifest import Manifest
-from shardconv.plan import Style
+from shardconv.plan import Style, parse_plan
 
 TOLERANCE = 1e-5  # of the largest output; measured: 1.1e-06
 HEADS = CONFIG["num_attention_heads"]
@@ -81,10 +81,20 @@ def test_the_manifest_keeps_the_plan_of_the_file(plan_file, tmp_path):
     assert styles == {Style.COLWISE, Style.ROWWISE, Style.ROWWISE_SPLIT_INPUT, Style.PACKED_COLWISE}
 
 
-def test_minimax_without_a_plan_is_refused(tmp_path):
-    """A class without a plan of its own is not guessed at: the error names the class and says how to give a plan."""
-    with pytest.raises(shardconv.PlanError, match=r"MiniMaxH3Transformer3DModel: has no _tp_plan .*--plan FILE"):
-        shardconv.convert(small_sets.source("minimax"), tmp_path / "out", tp=2)
+def test_the_catalogue_has_its_plan(tmp_path):
+    """Without a plan file the catalogue's is taken, which leaves the modulation whole."""
+    manifest = shardconv.convert(small_sets.source("minimax"), tmp_path / "out", tp=2)
+    assert manifest.plan == {key: rule for key, rule in parse_plan(MINIMAX_PLAN, "").items() if "adaln" not in key}
+
+
+def test_a_class_without_a_plan_is_refused(tmp_path):
+    """A class that nobody planned is not guessed at: the error names the class and says how to give a plan."""
+    model = DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=4, in_channels=4, num_layers=1, sample_size=8
+    )
+    model.save_pretrained(tmp_path / "in")
+    with pytest.raises(shardconv.PlanError, match=r"DiTTransformer2DModel: has no _tp_plan .*--plan FILE"):
+        shardconv.convert(tmp_path / "in", tmp_path / "out", tp=2)
     assert not (tmp_path / "out").exists()
 
 

@@ -677,7 +677,8 @@ def test_i3_a_class_without_a_plan_is_named(source: Path, refused: Refused, monk
     """A class that has no `_tp_plan`: the message has the class, the version and the way out."""
     toys.install(monkeypatch, _tp_plan=None)
     assert refused(PlanError) == (
-        f"ToyTransformer: has no _tp_plan in diffusers {diffusers.__version__}; give one with --plan FILE"
+        f"ToyTransformer: has no _tp_plan in diffusers {diffusers.__version__} and is not in the catalogue "
+        "(shardconv plans lists it); give a plan with --plan FILE"
     )
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 
+from ..auto_rows import AUTO_ROWS
 from ..conversion import Outcome, convert_all
 from ..manifest import Manifest
 from ..plan import read_plan_file
@@ -21,7 +22,9 @@ EXAMPLE = """example:
   $ shardconv convert --tp 4 FLUX.1-dev out/
   $ shardconv convert --tp 4 --dry-run FLUX.1-dev out/              # headers only: what each rank would hold
   $ shardconv convert --tp 2 --subfolder transformer --dtype bf16 FLUX.1-dev out/
+  $ shardconv convert --tp 8 --lean Qwen-Image out/                 # 5 GB a rank instead of 17
   $ shardconv convert --tp 2 --plan plan.json MiniMax-H3/transformer out/
+  $ shardconv convert --tp 2 --plan auto-rows MyModel/transformer out/     # a class without a plan: saves memory only
 
 plan.json maps module patterns to styles (colwise, rowwise, rowwise_split_input, packed_colwise, packed_rowwise):
   {"blocks.*.attn.to_q": "colwise", "blocks.*.attn.to_out.0": "rowwise",
@@ -39,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--variant", metavar="V", help="weight files of this variant, e.g. fp16")
     add("--revision", metavar="R", help="branch, tag or commit of a Hub repo")
     add("--dtype", choices=sorted(DTYPES), help="cast real floating point; default: as stored")
-    add("--plan", metavar="FILE", help="plan to use instead of the model class's own (JSON, see below)")
+    add("--plan", metavar="FILE", help="plan to use instead of the class's own (JSON, see below), or auto-rows")
+    add("--lean", action="store_true", help="also cut modulation and embedder projections, which plans leave whole")
     add("--self-contained", action="store_true", help="write replicated tensors into each rank's file")
     add("--overwrite", action="store_true", help="replace a set of the same degree")
     add("--dry-run", action="store_true", help="print the plan; read headers and configs only, write nothing")
@@ -54,7 +58,8 @@ def run(args: argparse.Namespace) -> None:
         tp=args.tp,
         variant=args.variant,
         dtype=args.dtype,
-        plan=read_plan_file(args.plan) if args.plan else None,
+        plan=AUTO_ROWS if args.plan == AUTO_ROWS else read_plan_file(args.plan) if args.plan else None,
+        lean=args.lean,
         self_contained=args.self_contained,
         overwrite=args.overwrite,
         dry_run=args.dry_run,
@@ -123,7 +128,11 @@ def as_text(outcome: Outcome, dry_run: bool) -> str:
     manifest, summary = outcome.manifest, summarize(outcome.manifest)
     state = "would be written" if dry_run else "there already, unchanged" if outcome.was_there else "written"
     head = f"{outcome.folder}: {manifest.model_class}, tp degree {manifest.tp_degree}, {state}"
-    return "\n".join([head, *table(manifest.tp_degree, summary)])
+    lines = [head, *table(manifest.tp_degree, summary)]
+    if outcome.rank_nbytes:
+        each = ", ".join(f"{human(nbytes)} {name}" for name, nbytes in outcome.rank_nbytes.items())
+        lines.append(f"  per rank: {each} (--lean)" if "lean" in outcome.rank_nbytes else f"  per rank: {each}")
+    return "\n".join(lines)
 
 
 def table(tp: int, summary: Summary) -> list[str]:

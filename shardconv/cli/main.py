@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from .._version import __version__
 from ..errors import ShardconvError, UsageError
-from . import convert, demo, inspect, merge, push, reshard, verify
+from . import check, convert, demo, inspect, merge, plans, push, reshard, verify
 
-VERBS = (convert, inspect, verify, merge, reshard, push, demo)
+VERBS = (convert, inspect, verify, merge, reshard, push, plans, check, demo)
 
 EXAMPLE = """example:
   $ shardconv convert --tp 4 black-forest-labs/FLUX.2-dev out/     # once, on any machine

@@ -1,0 +1,78 @@
+"""Norms over a dim that the ranks share: statistics are summed, each rank normalizes the features it holds.
+
+Wan, LTX, HiDream and others take the norm of queries and keys over all heads at once. A rank that took it over its own
+heads would run and be quietly wrong. Each class here follows the dtype rules of the one it stands in for.
+"""
+
+from __future__ import annotations
+
+import torch
+from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
+from torch import nn
+
+from .linear import sum_over_ranks
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The dtype that torch's norms compute in: float32, for double double."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+class RMSNormAcrossRanks(nn.RMSNorm):
+    """`nn.RMSNorm` of `[..., features]`, of which this rank holds `features / tp`: everything in float32."""
+
+    group_name: str
+    whole_features: int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = _wide(x)
+        mean = sum_over_ranks(wide.square().sum(-1, keepdim=True), self.group_name) / self.whole_features
+        normed = wide * torch.rsqrt(mean + (torch.finfo(wide.dtype).eps if self.eps is None else self.eps))
+        return (normed if self.weight is None else normed * self.weight).type_as(x)
+
+
+class LayerNormAcrossRanks(nn.LayerNorm):
+    """`nn.LayerNorm` likewise; two sums, mean first, because the difference of large squares would lose digits."""
+
+    group_name: str
+    whole_features: int
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
+        wide = _wide(input)
+        centred = wide - sum_over_ranks(wide.sum(-1, keepdim=True), self.group_name) / self.whole_features
+        variance = sum_over_ranks(centred.square().sum(-1, keepdim=True), self.group_name) / self.whole_features
+        normed = centred * torch.rsqrt(variance + self.eps)
+        if self.weight is not None:
+            normed = normed * self.weight
+        return (normed if self.bias is None else normed + self.bias).type_as(input)
+
+
+class DiffusersRMSNormAcrossRanks(DiffusersRMSNorm):  # type: ignore[misc]
+    """diffusers' `RMSNorm` likewise: float32 statistics, and the product in the dtype of the weight."""
+
+    group_name: str
+    whole_features: int
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        squares = hidden_states.float().square().sum(-1, keepdim=True)
+        mean = sum_over_ranks(squares, self.group_name) / self.whole_features
+        normed = hidden_states * torch.rsqrt(mean + self.eps)
+        if self.weight is None:
+            return normed.to(hidden_states.dtype)
+        if self.weight.dtype in (torch.float16, torch.bfloat16):
+            normed = normed.to(self.weight.dtype)
+        weighted: torch.Tensor = normed * self.weight
+        return weighted if self.bias is None else weighted + self.bias
+
+
+KINDS: dict[type, type] = {
+    nn.RMSNorm: RMSNormAcrossRanks,
+    nn.LayerNorm: LayerNormAcrossRanks,
+    DiffusersRMSNorm: DiffusersRMSNormAcrossRanks,
+}
+
+
+def make_local_norm(norm: nn.Module, features: int, group_name: str) -> None:
+    """Turn `norm` over `features` into the one that shares its statistics; its parameters are already this rank's."""
+    norm.__class__ = KINDS[type(norm)]
+    norm.__dict__.update(group_name=group_name, whole_features=features)

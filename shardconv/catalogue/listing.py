@@ -1,0 +1,126 @@
+"""What `shardconv plans` prints: each class with its degrees and sizes, from a model on the meta device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..plan import Plan, Style, plan_to_json
+from .cases import CASES
+from .entry import Entry
+from .plans import ENTRIES
+from .released import RELEASED
+
+PARAMETER_NBYTES = 2  # bfloat16
+MAX_TP = 8  # degrees up to the ranks of one node
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One class. Shares are of all bytes, 0 to 1; bytes of a rank are at the last of `degrees`."""
+
+    model_class: str
+    degrees: tuple[int, ...]
+    nbytes: int  # of the whole model
+    rank_nbytes: int
+    replicated_share: float
+    lean_rank_nbytes: int  # as without `--lean` where it has nothing to add
+    lean_replicated_share: float
+    needs: tuple[str, ...]  # what its attention code needs beside sharded layers
+
+
+def rows() -> Iterator[Row]:
+    """Every class of the catalogue, by a released model of it, its default configuration, or else its small case."""
+    from .. import models
+
+    released = {each.model_class: each.config for each in reversed([*RELEASED.values()])}
+    import diffusers
+
+    for name in (name for name in sorted(ENTRIES) if hasattr(diffusers, name)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecations inside diffusers' own classes
+            model = _skeleton(models.model_class(name), released.get(name))
+        yield row_of(model)
+
+
+def _skeleton(cls: Any, config: Mapping[str, Any] | None) -> Any:
+    from .. import models
+    from ..errors import CheckpointError
+
+    try:
+        return models.skeleton(cls, config or {})
+    except CheckpointError:  # some arguments have no default
+        return models.skeleton(cls, CASES[cls.__name__].config)
+
+
+def row_of(model: Any) -> Row:
+    """Degrees and sizes of one model under the plan of its class. Raises `PlanError`."""
+    from .. import models
+    from ..errors import PlanError
+    from ..resolve import degrees_of
+
+    entry, plan = ENTRIES[type(model).__name__], models.class_plan(model)
+    degrees = degrees_of(model, plan, MAX_TP)
+    try:
+        lean = models.class_plan(model, degrees[-1])
+    except PlanError:
+        lean = plan
+    whole = PARAMETER_NBYTES * sum(parameter.numel() for parameter in model.parameters())
+    (rank, share), (lean_rank, lean_share) = (_held(model, each, degrees[-1]) for each in (plan, lean))
+    return Row(
+        type(model).__name__,
+        tuple(degrees),
+        whole,
+        rank,
+        share / whole,
+        lean_rank,
+        lean_share / whole,
+        needs(entry, plan),
+    )
+
+
+def _held(model: Any, plan: Plan, tp: int) -> tuple[int, int]:
+    """Bytes of one rank, and those of them that every rank holds."""
+    from ..resolve import resolve
+
+    cuts = resolve(model, plan, tp).cuts
+    sizes = {name: PARAMETER_NBYTES * parameter.numel() for name, parameter in model.named_parameters()}
+    whole = sum(nbytes for name, nbytes in sizes.items() if cuts.get(name, (None, None))[1] is None)
+    return whole + (sum(sizes.values()) - whole) // tp, whole
+
+
+def needs(entry: Entry, plan: Plan) -> tuple[str, ...]:
+    """In words, what the loader does for the class."""
+    styles = {rule.style for rule in plan.values()}
+    convolutions = any(".conv_" in key for key in plan)
+    return tuple(
+        word
+        for word, applies in (
+            ("local head counts", bool(entry.heads)),
+            ("norms across heads", Style.NORM_ACROSS_HEADS in styles),
+            ("rope tables cut", bool(entry.ropes)),
+            ("bare parameters", Style.PARAMETER in styles),
+            ("convolutions", convolutions),
+        )
+        if applies
+    )
+
+
+def plan_of(subject: str) -> Mapping[str, object]:
+    """The plan of a class as a plan file states it: for the config of a component folder, or, given a class name, for
+    its small case, which has every part. Raises `UsageError`, `CheckpointError`, `PlanError`."""
+    from .. import models
+    from ..checkpoint import read_config
+    from ..errors import UsageError
+
+    if Path(subject).is_dir():
+        config, _ = read_config(Path(subject))
+        name = str(config["_class_name"])
+    elif subject in CASES:
+        name, config = subject, dict(CASES[subject].config)
+    else:
+        raise UsageError(f"{subject}: no component folder and not in the catalogue; shardconv plans lists it")
+    return plan_to_json(models.class_plan(models.skeleton(models.model_class(name), config)))

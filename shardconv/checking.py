@@ -1,0 +1,103 @@
+"""`shardconv check`: is a plan right? A small model of the class, sharded and unsharded, on CPU ranks, in float32."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .auto_rows import AUTO_ROWS
+from .catalogue.cases import CASES
+from .checkpoint import read_config
+from .errors import ShardconvError, UsageError
+from .plan import Plan, plan_to_json
+
+TOLERANCE = 1e-5  # largest difference of an output, relative to the largest value in it
+_LAYERS = re.compile(r"layer|blocks|depth$|capacity_factors")  # config keys that say how many layers there are
+FEW = 2  # layers that are left of a real config
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where the sharded model departs from the unsharded one."""
+
+    layer: str
+    difference: float  # largest, relative to the largest value of the unsharded output
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a check found."""
+
+    model_class: str
+    tp: int
+    difference: float | None  # of the outputs, the worst rank's; None when the sharded model did not run
+    issues: tuple[str, ...]  # why it did not run
+    layers: tuple[Difference, ...]  # the first that differ, in the order in which they run
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the outputs agree on every rank."""
+        return self.difference is not None and self.difference <= TOLERANCE
+
+
+def check(subject: str, tp: int, plan: Plan | Literal["auto-rows"] | None = None) -> Verdict:
+    """Compare sharded with unsharded output for `subject`: a class name, or a component folder whose config is taken
+    with few layers and random weights. `plan` None is the class's own.
+
+    Raises `UsageError` for a class without a case, `CheckpointError` for a folder that is none.
+    """
+    name, config = _subject(subject)
+    if tp < 2:
+        raise UsageError(f"--tp: expected 2 ranks or more, found {tp}")
+    with tempfile.TemporaryDirectory(prefix="shardconv-check-") as folder:
+        rules = plan if plan is None or plan == AUTO_ROWS else plan_to_json(plan)
+        job = {"model_class": name, "config": config, "tp": tp, "plan": rules}
+        Path(folder, "job.json").write_text(json.dumps(job))
+        report = _run(Path(folder))
+    layers = tuple(Difference(layer["layer"], layer["difference"]) for layer in report["layers"])
+    return Verdict(name, tp, report["difference"], tuple(report["issues"]), layers)
+
+
+def _subject(subject: str) -> tuple[str, Mapping[str, Any] | None]:
+    if not Path(subject).is_dir():
+        name, config = subject, None
+    else:
+        config, _ = read_config(Path(subject))
+        name = str(config["_class_name"])
+    if name not in CASES:
+        raise UsageError(
+            f"{subject}: no folder, and no class whose inputs are known; shardconv plans lists the classes, "
+            "shardconv/catalogue/cases.py has their inputs"
+        )
+    return name, None if config is None else _few_layers(config, CASES[name].config)
+
+
+def _few_layers(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with as many layers as the small case has."""
+    result = {key: value for key, value in config.items() if not key.startswith("_")}
+    for key, value in config.items():
+        if not _LAYERS.search(key):
+            continue
+        if key in small:
+            result[key] = small[key]
+        elif type(value) is int:
+            result[key] = min(value, FEW)
+        elif isinstance(value, list):
+            del result[key]
+    return result
+
+
+def _run(folder: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "loader.check_ranks", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    report = folder / "report.json"
+    if done.returncode or not report.is_file():
+        raise ShardconvError(f"check: the ranks failed (exit code {done.returncode}):\n{done.stderr.strip()[-3000:]}")
+    return dict(json.loads(report.read_text()))

@@ -1,0 +1,166 @@
+"""What the ranks of the catalogue's tests run. Importing this imports every class once, for all forked ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import diffusers
+import small_sets
+import torch
+import torch.distributed as dist
+
+import loader
+from loader import check_ranks, fixups, linear, parallel
+from shardconv import small_models
+from shardconv.catalogue import ENTRIES, cases
+from shardconv.errors import LoadError
+from shardconv.plan import Plan
+
+for _name in cases.CASES:
+    getattr(diffusers, _name)
+
+
+def compare_all(name: str, out: Path, expected: list[torch.Tensor]) -> dict[str, float | str]:
+    """For each way to shard the small model: the largest difference from its unsharded outputs, of the largest output.
+
+    `set`: loaded from `out`; `lean` and `auto-rows`: sharded in memory.
+    """
+    ways: dict[str, Callable[[], Any]] = {
+        "set": lambda: loader.load_model(out, device="cpu"),
+        "lean": lambda: loader.parallelize(cases.build(name), lean=True),
+        "auto-rows": lambda: loader.parallelize(cases.build(name), plan="auto-rows"),
+    }
+    if not ENTRIES[name].lean:
+        del ways["lean"]
+    found: dict[str, float | str] = {}
+    for way, make in ways.items():
+        model = make()
+        split = any(isinstance(module, linear.RowwiseSplitInputLinear) for module in model.modules())
+        assert split == (way != "set")
+        found[way] = small_sets.difference(cases.outputs(model, cases.inputs(model)), expected)
+    return found
+
+
+def load_and_compare(out: Path, expected: list[torch.Tensor]) -> float:
+    """The difference of the loaded model alone."""
+    model = loader.load_model(out, device="cpu")
+    return small_sets.difference(cases.outputs(model, cases.inputs(model)), expected)
+
+
+def compare(name: str, config: Mapping[str, Any], plan: Plan | None = None, dtype: torch.dtype | None = None) -> float:
+    """Likewise for a model sharded in memory under `plan`, all of it in `dtype`."""
+    whole = cases.build(name, config).to(dtype)
+    expected = cases.outputs(whole, _cast(cases.inputs(whole), dtype))
+    model = loader.parallelize(cases.build(name, config).to(dtype), plan=plan)
+    return small_sets.difference(cases.outputs(model, _cast(cases.inputs(model), dtype)), expected)
+
+
+def compile_block(name: str) -> tuple[int, float]:
+    """Number of graphs when a whole block is compiled, and the largest difference from what it gives eagerly."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model = loader.parallelize(cases.build(name))
+    eager = cases.outputs(model, cases.inputs(model))
+    counter = CompileCounterWithBackend("aot_eager")
+    block = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))[-1]
+    block.forward = torch.compile(block.forward, fullgraph=True, backend=counter)
+    compiled = cases.outputs(model, cases.inputs(model))
+    return counter.frame_count, small_sets.difference(compiled, eager)
+
+
+class ConvFeedForward(torch.nn.Module):
+    """Sana's feed-forward with a bias of 100 in each convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Conv2d(6, 16, 1)
+        self.depth = torch.nn.Conv2d(16, 16, 3, padding=1, groups=16)
+        self.down = torch.nn.Conv2d(8, 6, 1)
+        small_models.randomize(self, 0)
+        for layer in (self.up, self.depth, self.down):
+            torch.nn.init.constant_(layer.bias, 100.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value, gate = self.depth(self.up(x)).chunk(2, dim=1)
+        return self.down(value * torch.tanh(gate / 100))
+
+
+def compare_convolutions() -> float:
+    """The difference of a sharded convolutional feed-forward from the whole one."""
+    packed = {"style": "packed_colwise", "blocks": [1, 1]}
+    x = cases.Draw(3).normal(2, 6, 5, 5)
+    with torch.inference_mode():
+        expected = ConvFeedForward()(x)
+        sharded = loader.parallelize(ConvFeedForward(), plan={"up": packed, "depth": packed, "down": "rowwise"})
+        return small_sets.difference([sharded(x)], [expected])
+
+
+def check(name: str, tp: int, plan: Mapping[str, Any] | None, fault: str = "none") -> dict[str, Any]:
+    """The report of `shardconv check`, with a fault put in."""
+    with tempfile.TemporaryDirectory() as folder, FAULTS[fault]():
+        job = {"model_class": name, "config": None, "tp": tp, "plan": plan}
+        Path(folder, "job.json").write_text(json.dumps(job))
+        check_ranks.main(folder)
+        return dict(json.loads(Path(folder, "report.json").read_text()))
+
+
+def _cast(given: Any, dtype: torch.dtype | None) -> Any:
+    if isinstance(given, torch.Tensor) and dtype is not None and given.dtype == torch.float32:
+        return given.to(dtype)
+    if isinstance(given, dict):
+        return {key: _cast(value, dtype) for key, value in given.items()}
+    return type(given)(_cast(item, dtype) for item in given) if isinstance(given, (list, tuple)) else given
+
+
+def compare_without(name: str, fault: str, config: Mapping[str, Any] | None = None) -> float | str:
+    """The difference when one fix-up is left out, or the error that it ends with."""
+    with FAULTS[fault]():
+        try:
+            return compare(name, cases.CASES[name].config | (config or {}))
+        except (RuntimeError, LoadError) as error:
+            return type(error).__name__
+
+
+def _nothing(name: str) -> Any:
+    return lambda: mock.patch.object(parallel, name)
+
+
+def _local_statistics() -> Any:
+    """Norms take the mean over the features of their own rank."""
+
+    def keep(norm: Any, features: int, group_name: str) -> None:
+        norm.normalized_shape = (features // dist.get_world_size(),)
+
+    return mock.patch.object(parallel, "make_local_norm", keep)
+
+
+def _first_table() -> Any:
+    """Every rank takes the first part of a rope table."""
+
+    class First(fixups._RopeSlicer):
+        def __init__(self, arguments: Any, ranks: Any) -> None:
+            super().__init__(arguments, ranks)
+            self._rank = 0
+
+    return mock.patch.object(fixups, "_RopeSlicer", First)
+
+
+def _local_convolution() -> Any:
+    return mock.patch.object(linear.RowwiseConv2d, "forward", torch.nn.Conv2d.forward)
+
+
+FAULTS = {
+    "none": contextlib.nullcontext,
+    "heads left whole": _nothing("make_counts_local"),
+    "norm left local": _local_statistics,
+    "rope left whole": _nothing("slice_ropes"),
+    "rope of rank 0": _first_table,
+    "experts not summed": _nothing("sum_outputs"),
+    "convolution not summed": _local_convolution,
+}
