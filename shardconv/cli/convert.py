@@ -96,6 +96,7 @@ def as_json(outcome: Outcome) -> dict[str, object]:
         "already_there": outcome.was_there,
         **figures(outcome.manifest),
         "warnings": list(outcome.warnings),
+        **({"rank_nbytes_by_plan": dict(outcome.rank_nbytes)} if outcome.rank_nbytes else {}),
     }
 
 
