@@ -35,7 +35,7 @@ from .layout import ConvertPlan, StoredTensor, file_header, plan_layout, stored_
 from .manifest import FileRecord, Manifest, Source, SourceFileRecord
 from .pagecache import ReadAhead, is_cached
 from .plan import Plan, parse_plan, read_plan_file
-from .resolve import resolve
+from .resolve import degrees_of, resolve
 from .sets import open_files
 
 DTYPES: Mapping[str, str] = {
@@ -60,6 +60,14 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a dry run tells beside the manifest."""
+
+    degrees: tuple[int, ...]  # the tp degrees up to 16 that the plan allows
+    rank_nbytes: Mapping[str, int]  # of one rank, "plain" and "lean" where there is such a plan; empty for another plan
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What happened to one component."""
 
@@ -68,7 +76,7 @@ class Outcome:
     manifest: Manifest
     warnings: tuple[str, ...]
     was_there: bool  # the same set stood there already, so nothing was written
-    rank_nbytes: Mapping[str, int]  # in a dry run with the class's own plan: "plain" and "lean" -> bytes of one rank
+    forecast: Forecast | None = None  # of a dry run
 
 
 NewProgress = Callable[[str, int], "engine.Progress"]  # (what, total bytes) -> called with bytes just dealt with
@@ -141,7 +149,7 @@ class _Job:
     plan: ConvertPlan
     tied: Sequence[tuple[str, ...]]  # names that are one parameter
     warnings: tuple[str, ...]
-    rank_nbytes: Mapping[str, int]
+    forecast: Forecast | None
 
     @property
     def folder(self) -> Path:
@@ -182,7 +190,7 @@ def convert_all(
         raise OutputError(*issues)
     there = [_existing(job, options, new_progress) for job in jobs]
     if options.dry_run:
-        return [Outcome(job.component, job.folder, job.manifest, job.warnings, False, job.rank_nbytes) for job in jobs]
+        return [Outcome(job.component, job.folder, job.manifest, job.warnings, False, job.forecast) for job in jobs]
     needed = sum(job.plan.layout.nbytes for job, known in zip(jobs, there, strict=True) if known is None)
     issues = check_space(out, needed) if needed else []
     if issues:
@@ -190,7 +198,7 @@ def convert_all(
     outcomes = []
     for job, known in zip(jobs, there, strict=True):
         manifest = known or _execute(job, options.overwrite, cold, new_progress)
-        outcomes.append(Outcome(job.component, job.folder, manifest, job.warnings, known is not None, {}))
+        outcomes.append(Outcome(job.component, job.folder, manifest, job.warnings, known is not None))
     link_files(located.folder, out, rest)
     return outcomes
 
@@ -357,8 +365,8 @@ def _prepare(located: _Located, component: str, out: Path, options: Options) -> 
     loud = unexpected_names(checkpoint, expected, models.ignored_patterns(cls))
     if loud:
         warnings.append(f"{checkpoint.folder}: tensors that {cls.__name__} does not have are left out: {shorten(loud)}")
-    sizes = _rank_nbytes(model, tensors, options) if options.dry_run and options.plan is None else {}
-    return _Job(component, target, checkpoint, manifest, ConvertPlan(layout, sources), tied, tuple(warnings), sizes)
+    forecast = _forecast(model, plan, tensors, options) if options.dry_run else None
+    return _Job(component, target, checkpoint, manifest, ConvertPlan(layout, sources), tied, tuple(warnings), forecast)
 
 
 def _plan(model: Any, options: Options) -> Plan:
@@ -369,6 +377,11 @@ def _plan(model: Any, options: Options) -> Plan:
     if options.plan is not None and not isinstance(options.plan, str):
         return options.plan
     return models.class_plan(model, options.tp if options.lean else None)
+
+
+def _forecast(model: Any, plan: Plan, tensors: Sequence[StoredTensor], options: Options) -> Forecast:
+    sizes = _rank_nbytes(model, tensors, options) if options.plan is None else {}
+    return Forecast(tuple(degrees_of(model, plan)), sizes)
 
 
 def _rank_nbytes(model: Any, tensors: Sequence[StoredTensor], options: Options) -> dict[str, int]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import loader
-from loader import check_ranks, fixups, linear, parallel
+from loader import check_ranks, fixups, linear, norms, parallel
 from shardconv import small_models
 from shardconv.catalogue import ENTRIES, cases
 from shardconv.errors import LoadError
@@ -145,7 +145,7 @@ def _local_statistics() -> Any:
     def keep(norm: Any, features: int, group_name: str) -> None:
         norm.normalized_shape = (features // dist.get_world_size(),)
 
-    return mock.patch.object(parallel, "make_local_norm", keep)
+    return mock.patch.object(norms, "make_local_norm", keep)
 
 
 def _first_table() -> Any:

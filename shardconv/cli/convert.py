@@ -103,7 +103,11 @@ def _as_json(outcome: Outcome) -> dict[str, object]:
         "files": {file.name: file.nbytes for file in manifest.files},
         "left_out": list(manifest.left_out),
         "warnings": list(outcome.warnings),
-        **({"rank_nbytes_by_plan": dict(outcome.rank_nbytes)} if outcome.rank_nbytes else {}),
+        **(
+            {"degrees": list(outcome.forecast.degrees), "rank_nbytes_by_plan": dict(outcome.forecast.rank_nbytes)}
+            if outcome.forecast
+            else {}
+        ),
     }
 
 
@@ -120,9 +124,11 @@ def _as_text(outcome: Outcome, dry_run: bool) -> str:
         f"  {'all':<20} {len(manifest.tensors):>8} {human(summary.nbytes):>10} {human(summary.rank_nbytes):>10}"
     )
     lines += _notes(manifest.tp_degree, summary)
-    if outcome.rank_nbytes:
-        each = ", ".join(f"{human(nbytes)} {name}" for name, nbytes in outcome.rank_nbytes.items())
-        lines.append(f"  per rank: {each} (--lean)" if "lean" in outcome.rank_nbytes else f"  per rank: {each}")
+    if outcome.forecast:
+        lines.append(f"  tp degrees that fit: {', '.join(map(str, outcome.forecast.degrees))}")
+        sizes = outcome.forecast.rank_nbytes
+        if "lean" in sizes:
+            lines.append(f"  a rank holds {human(sizes['plain'])}, with --lean {human(sizes['lean'])}")
     return "\n".join(lines)
 
 
