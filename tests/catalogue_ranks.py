@@ -82,6 +82,57 @@ def compile_block(name: str) -> tuple[int, float]:
     return counter.frame_count, small_sets.difference(compiled, eager)
 
 
+def refine_with_a_sink(model: Any) -> list[torch.Tensor]:
+    """The refiner's second mode: keys of a first block, before rotation, come back in front of the next block."""
+    from diffusers.models.transformers.transformer_sana_wm_refiner import SanaWMRefinerKVCache
+
+    def ropes(*frames: int) -> Any:
+        return model.build_rotary_emb_for_absolute_positions(
+            batch_size=2, frame_positions=list(frames), height=4, width=4, device="cpu", fps=24.0
+        )
+
+    given = cases.inputs(model)
+    first = given | {"hidden_states": given["hidden_states"][:, :16], "timestep": given["timestep"][:, :16]}
+    cache = SanaWMRefinerKVCache(len(model.transformer_blocks))
+    cases.outputs(model, first | {"video_rotary_emb": ropes(0), "kv_cache": cache, "kv_cache_mode": "capture_pre_rope"})
+    for layer in cache.layer_caches:
+        layer.store_sink(*layer.get_captured_pre_rope())
+    cache.sink_pe = ropes(0)
+    return cases.outputs(model, given | {"video_rotary_emb": ropes(1, 2), "kv_cache": cache, "kv_cache_mode": "inject"})
+
+
+def animate_from_a_reference(model: Any) -> list[torch.Tensor]:
+    """WanAnimate2's second mode: the generation pass sees keys and values of the reference pass."""
+    given, c, draw = cases.inputs(model), model.config, cases.Draw(9)
+    cases.outputs(model, given)  # fills the cache
+    del given["offset_grid_sizes"]
+    return cases.outputs(
+        model,
+        given
+        | {
+            "hidden_states": [draw.normal(c.out_dim, 3, 4, 4)],
+            "condition_latents": [draw.normal(c.in_dim - c.out_dim, 3, 4, 4)],
+            "kv_cache_mode": "cached",
+            "seq_len": 12,
+            "reference_grid_sizes": torch.tensor([[2, 2, 2]]),
+            "origin_len": 5,
+            "origin_area": [32, 32],
+        },
+    )
+
+
+CACHED = {
+    "SanaWMLTX2RefinerTransformer3DModel": refine_with_a_sink,
+    "WanAnimate2Transformer3DModel": animate_from_a_reference,
+}
+
+
+def compare_cached(name: str) -> float:
+    """The difference in a mode that carries a cache from one call to the next."""
+    expected = CACHED[name](cases.build(name))
+    return small_sets.difference(CACHED[name](loader.parallelize(cases.build(name))), expected)
+
+
 class ConvFeedForward(torch.nn.Module):
     """Sana's feed-forward with a bias of 100 in each convolution."""
 

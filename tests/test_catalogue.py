@@ -200,6 +200,15 @@ def test_convolutions_with_biases_equal_the_whole_ones(tp: int) -> None:
     assert max(ranks.values(catalogue_ranks.compare_convolutions, n=tp)) <= TOLERANCE
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SanaWMLTX2RefinerTransformer3DModel", "WanAnimate2Transformer3DModel"])
+def test_a_cache_between_calls_holds_local_heads(name: str) -> None:
+    """Where a call leaves keys and values for the next, each rank keeps and finds those of its own heads."""
+    import catalogue_ranks
+
+    assert max(ranks.values(catalogue_ranks.compare_cached, name)) <= TOLERANCE
+
+
 # --- dtypes
 
 
