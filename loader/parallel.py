@@ -22,7 +22,6 @@ from shardconv.resolve import PlannedModule, Resolution, resolve
 from .agreement import together
 from .fixups import make_counts_local, slice_ropes, sum_outputs
 from .linear import make_local, make_local_conv
-from .norms import KINDS, make_local_norm
 from .ranks import Ranks, ranks_of
 
 WAY_OUT = "The ordinary checkpoint comes back with: shardconv merge SET OUT"
@@ -157,6 +156,8 @@ def check_layers(model: nn.Module, modules: Sequence[PlannedModule]) -> None:
     for planned in modules:
         kind = type(model.get_submodule(planned.name))
         if planned.style is Style.NORM_ACROSS_HEADS:
+            from .norms import KINDS  # late, as it imports diffusers: that takes seconds in which files are read
+
             if kind not in KINDS:
                 known = ", ".join(f"{each.__module__}.{each.__name__}" for each in KINDS)
                 raise PlanError(f"{planned.name}: expected one of {known}, found {kind.__name__}")
@@ -175,6 +176,8 @@ def apply(model: nn.Module, resolution: Resolution, ranks: Ranks) -> None:
     for planned in resolution.modules:
         layer = model.get_submodule(planned.name)
         if planned.style is Style.NORM_ACROSS_HEADS:
+            from .norms import make_local_norm
+
             make_local_norm(layer, sum(planned.cut.block_sizes), ranks.group_name)
         elif isinstance(layer, nn.Conv2d):
             make_local_conv(layer, planned.style, ranks.rank, ranks.size, ranks.group_name)

@@ -160,7 +160,7 @@ def convert_all(
     if options.dry_run:
         download = located.snapshot.missing() if located.snapshot else None
         return [
-            Outcome(job.component, job.folder, job.manifest, job.warnings, False, download, job.rank_nbytes)
+            Outcome(job.component, job.folder, job.manifest, job.warnings, False, download, job.forecast)
             for job in jobs
         ]
     needed = sum(

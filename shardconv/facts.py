@@ -28,6 +28,7 @@ class ModelFacts:
     fp32_modules: tuple[str, ...]  # kept in fp32 under a cast
     cuts: Mapping[str, tuple[Style, Cut | None]]  # parameter -> style, cut; the others are replicated
     head_counts: tuple[int, ...]  # of planned attentions, each once, ascending; tp degrees must divide them
+    degrees: tuple[int, ...]  # the tp degrees up to 16 that fit
     plan_issues: tuple[str, ...]  # why the plan does not fit; there are no cuts then
     warnings: tuple[str, ...]
 
@@ -54,6 +55,7 @@ class ModelFacts:
                 for name, (style, cut) in raw["cuts"].items()
             },
             head_counts=tuple(raw["head_counts"]),
+            degrees=tuple(raw["degrees"]),
             plan_issues=tuple(raw["plan_issues"]),
             warnings=tuple(raw["warnings"]),
         )
@@ -72,7 +74,7 @@ def model_facts(
     """
     import diffusers
 
-    from .resolve import colwise_names, resolve
+    from .resolve import colwise_names, degrees_of, resolve
 
     cls = models.model_class(str(config.get("_class_name")), config.get("_diffusers_version"))
     model = models.skeleton(cls, config)
@@ -80,6 +82,7 @@ def model_facts(
     issues: tuple[str, ...] = ()
     cuts: Mapping[str, tuple[Style, Cut | None]] = {}
     heads: set[int] = set()
+    degrees: list[int] = []
     warnings: list[str] = []
     try:
         chosen = _chosen(model, plan, tp, lean)
@@ -89,6 +92,7 @@ def model_facts(
     else:
         cuts = resolution.cuts
         heads = {count for _, count in head_counts(model, colwise_names(resolution.modules))}
+        degrees = degrees_of(model, chosen)
         unchecked = models.unchecked(model) if plan is None else None
         warnings = [*resolution.warnings, *filter(None, [unchecked])]
     return ModelFacts(
@@ -101,6 +105,7 @@ def model_facts(
         fp32_modules=models.keep_in_fp32(cls),
         cuts=cuts,
         head_counts=tuple(sorted(heads)),
+        degrees=tuple(degrees),
         plan_issues=issues,
         warnings=tuple(warnings),
     )

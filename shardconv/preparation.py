@@ -40,6 +40,14 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a dry run tells beside the manifest."""
+
+    degrees: tuple[int, ...]  # the tp degrees up to 16 that the plan allows
+    rank_nbytes: Mapping[str, int]  # of one rank, "plain" and "lean" where there is such a plan; empty for another plan
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One component, ready to go."""
 
@@ -50,7 +58,7 @@ class Job:
     plan: ConvertPlan
     tied: Sequence[tuple[str, ...]]  # names that are one parameter
     warnings: tuple[str, ...]
-    rank_nbytes: Mapping[str, int] | None
+    forecast: Forecast | None  # of a dry run
 
     @property
     def folder(self) -> Path:
@@ -101,12 +109,19 @@ def _prepare(located: Located, component: str, out: Path, options: Options, plan
     if loud:
         what = f"tensors that {model.model_class} does not have"
         warnings.append(f"{checkpoint.folder}: {what} are left out: {shorten(loud)}")
-    sizes = None
-    if options.dry_run and options.plan is None:
-        other = planner.facts(checkpoint.config, None, options.tp, not options.lean)
-        sizes = _rank_nbytes(tensors, (other, model) if options.lean else (model, other), options.tp)
+    forecast = _forecast(checkpoint, model, tensors, options, planner) if options.dry_run else None
     plan = ConvertPlan(layout, sources)
-    return Job(component, target, checkpoint, manifest, plan, model.tied, tuple(warnings), sizes)
+    return Job(component, target, checkpoint, manifest, plan, model.tied, tuple(warnings), forecast)
+
+
+def _forecast(
+    checkpoint: Checkpoint, model: ModelFacts, tensors: Sequence[StoredTensor], options: Options, planner: Planner
+) -> Forecast:
+    if options.plan is not None:
+        return Forecast(model.degrees, {})
+    other = planner.facts(checkpoint.config, None, options.tp, not options.lean)
+    pair = (other, model) if options.lean else (model, other)
+    return Forecast(model.degrees, _rank_nbytes(tensors, pair, options.tp))
 
 
 def _rank_nbytes(tensors: Sequence[StoredTensor], plain_and_lean: Sequence[ModelFacts], tp: int) -> dict[str, int]:

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 import loader
-from loader import check_ranks, fixups, linear, parallel
+from loader import check_ranks, fixups, linear, norms, parallel
 from shardconv import small_models
 from shardconv.catalogue import ENTRIES, cases
 from shardconv.errors import LoadError
 from shardconv.plan import Plan
 
-for _name in cases.CASES:
+for _name in cases.CASES.keys() & set(dir(diffusers)):
     getattr(diffusers, _name)
 
 
@@ -43,14 +43,22 @@ def compare_all(name: str, out: Path, expected: list[torch.Tensor]) -> dict[str,
         model = make()
         split = any(isinstance(module, linear.RowwiseSplitInputLinear) for module in model.modules())
         assert split == (way != "set")
-        found[way] = small_sets.difference(cases.outputs(model, cases.inputs(model)), expected)
+        found[way] = small_sets.difference(_agreed(cases.outputs(model, cases.inputs(model))), expected)
     return found
+
+
+def _agreed(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs, which every rank must have to the bit: experts chosen from others would go apart."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, [each.numpy().tobytes() for each in outputs])
+    assert all(each == told[0] for each in told)
+    return outputs
 
 
 def load_and_compare(out: Path, expected: list[torch.Tensor]) -> float:
     """The difference of the loaded model alone."""
     model = loader.load_model(out, device="cpu")
-    return small_sets.difference(cases.outputs(model, cases.inputs(model)), expected)
+    return small_sets.difference(_agreed(cases.outputs(model, cases.inputs(model))), expected)
 
 
 def compare(name: str, config: Mapping[str, Any], plan: Plan | None = None, dtype: torch.dtype | None = None) -> float:
@@ -72,6 +80,57 @@ def compile_block(name: str) -> tuple[int, float]:
     block.forward = torch.compile(block.forward, fullgraph=True, backend=counter)
     compiled = cases.outputs(model, cases.inputs(model))
     return counter.frame_count, small_sets.difference(compiled, eager)
+
+
+def refine_with_a_sink(model: Any) -> list[torch.Tensor]:
+    """The refiner's second mode: keys of a first block, before rotation, come back in front of the next block."""
+    from diffusers.models.transformers.transformer_sana_wm_refiner import SanaWMRefinerKVCache
+
+    def ropes(*frames: int) -> Any:
+        return model.build_rotary_emb_for_absolute_positions(
+            batch_size=2, frame_positions=list(frames), height=4, width=4, device="cpu", fps=24.0
+        )
+
+    given = cases.inputs(model)
+    first = given | {"hidden_states": given["hidden_states"][:, :16], "timestep": given["timestep"][:, :16]}
+    cache = SanaWMRefinerKVCache(len(model.transformer_blocks))
+    cases.outputs(model, first | {"video_rotary_emb": ropes(0), "kv_cache": cache, "kv_cache_mode": "capture_pre_rope"})
+    for layer in cache.layer_caches:
+        layer.store_sink(*layer.get_captured_pre_rope())
+    cache.sink_pe = ropes(0)
+    return cases.outputs(model, given | {"video_rotary_emb": ropes(1, 2), "kv_cache": cache, "kv_cache_mode": "inject"})
+
+
+def animate_from_a_reference(model: Any) -> list[torch.Tensor]:
+    """WanAnimate2's second mode: the generation pass sees keys and values of the reference pass."""
+    given, c, draw = cases.inputs(model), model.config, cases.Draw(9)
+    cases.outputs(model, given)  # fills the cache
+    del given["offset_grid_sizes"]
+    return cases.outputs(
+        model,
+        given
+        | {
+            "hidden_states": [draw.normal(c.out_dim, 3, 4, 4)],
+            "condition_latents": [draw.normal(c.in_dim - c.out_dim, 3, 4, 4)],
+            "kv_cache_mode": "cached",
+            "seq_len": 12,
+            "reference_grid_sizes": torch.tensor([[2, 2, 2]]),
+            "origin_len": 5,
+            "origin_area": [32, 32],
+        },
+    )
+
+
+CACHED = {
+    "SanaWMLTX2RefinerTransformer3DModel": refine_with_a_sink,
+    "WanAnimate2Transformer3DModel": animate_from_a_reference,
+}
+
+
+def compare_cached(name: str) -> float:
+    """The difference in a mode that carries a cache from one call to the next."""
+    expected = CACHED[name](cases.build(name))
+    return small_sets.difference(CACHED[name](loader.parallelize(cases.build(name))), expected)
 
 
 class ConvFeedForward(torch.nn.Module):
@@ -137,7 +196,7 @@ def _local_statistics() -> Any:
     def keep(norm: Any, features: int, group_name: str) -> None:
         norm.normalized_shape = (features // dist.get_world_size(),)
 
-    return mock.patch.object(parallel, "make_local_norm", keep)
+    return mock.patch.object(norms, "make_local_norm", keep)
 
 
 def _first_table() -> Any:

@@ -333,6 +333,7 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, run: _Streams) -
     planned, done = json.loads(dry), json.loads(wet)
     assert (planned.pop("dry_run"), done.pop("dry_run")) == (True, False)
     assert planned["sets"][0].pop("conversion_id") == ""
+    assert planned["sets"][0].pop("degrees") == [1, 2, 4, 8]
     sizes = planned["sets"][0].pop("rank_nbytes_by_plan")
     assert sizes["plain"] == done["sets"][0]["rank_nbytes"]
     assert sizes["lean"] < sizes["plain"]

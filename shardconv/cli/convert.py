@@ -96,7 +96,11 @@ def as_json(outcome: Outcome) -> dict[str, object]:
         "already_there": outcome.was_there,
         **figures(outcome.manifest),
         "warnings": list(outcome.warnings),
-        **({"rank_nbytes_by_plan": dict(outcome.rank_nbytes)} if outcome.rank_nbytes else {}),
+        **(
+            {"degrees": list(outcome.forecast.degrees), "rank_nbytes_by_plan": dict(outcome.forecast.rank_nbytes)}
+            if outcome.forecast
+            else {}
+        ),
     }
 
 
@@ -130,9 +134,11 @@ def as_text(outcome: Outcome, dry_run: bool) -> str:
     state = "would be written" if dry_run else "there already, unchanged" if outcome.was_there else "written"
     head = f"{outcome.folder}: {manifest.model_class}, tp degree {manifest.tp_degree}, {state}"
     lines = [head, *table(manifest.tp_degree, summary)]
-    if outcome.rank_nbytes:
-        each = ", ".join(f"{human(nbytes)} {name}" for name, nbytes in outcome.rank_nbytes.items())
-        lines.append(f"  per rank: {each} (--lean)" if "lean" in outcome.rank_nbytes else f"  per rank: {each}")
+    if outcome.forecast:
+        lines.append(f"  tp degrees that fit: {', '.join(map(str, outcome.forecast.degrees))}")
+        sizes = outcome.forecast.rank_nbytes
+        if "lean" in sizes:
+            lines.append(f"  a rank holds {human(sizes['plain'])}, with --lean {human(sizes['lean'])}")
     return "\n".join(lines)
 
 
