@@ -29,7 +29,7 @@ from .journal import Journal, conversion_key, finished
 from .manifest import Manifest
 from .pagecache import ReadAhead
 from .plan import Plan, parse_plan, read_plan_file
-from .preparation import DTYPES, Job, Options, prepare
+from .preparation import DTYPES, Forecast, Job, Options, prepare
 from .sets import open_files
 from .slices import write_headers
 from .sources import cold_weights, locate, rest_of_pipeline
@@ -47,9 +47,7 @@ class Outcome:
     warnings: tuple[str, ...]
     was_there: bool  # the same set stood there already, so nothing was written
     download: Mapping[str, int] | None = None  # of a Hub repo, in a dry run, all components': name -> bytes
-    rank_nbytes: Mapping[str, int] | None = (
-        None  # in a dry run with the class's own plan: "plain", "lean" -> of one rank
-    )
+    forecast: Forecast | None = None  # of a dry run
 
 
 NewProgress = Callable[[str, int], "engine.Progress"]  # (what, total bytes) -> called with bytes just dealt with
