@@ -143,6 +143,8 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest, relative to the largest expected value; infinite for what is not a number."""
     if found.shape != expected.shape:
         return float("inf")
+    if not found.numel():
+        return 0.0
     largest = float(expected.double().abs().max()) or 1.0
     difference = float((found.double() - expected.double()).abs().max()) / largest
     return difference if difference == difference else float("inf")

@@ -81,17 +81,15 @@ def _subject(subject: str) -> tuple[str, Mapping[str, Any] | None]:
 
 def _few_layers(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
     """The config with as many layers as the small case has."""
-    result = {key: value for key, value in config.items() if not key.startswith("_")}
+    result = {}
     for key, value in config.items():
-        if not _LAYERS.search(key):
+        if key.startswith("_"):
             continue
-        if key in small:
-            result[key] = small[key]
+        if not _LAYERS.search(key):
+            result[key] = value
         elif type(value) is int:
             result[key] = min(value, FEW)
-        elif isinstance(value, list):
-            del result[key]
-    return result
+    return result | {key: value for key, value in small.items() if _LAYERS.search(key)}
 
 
 def _run(folder: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import ranks
 
 from shardconv.catalogue import cases
 from shardconv.catalogue.listing import plan_of
-from shardconv.checking import TOLERANCE, check
+from shardconv.checking import TOLERANCE, _few_layers, check
 from shardconv.cli.main import main
 from shardconv.errors import UsageError
 
@@ -44,7 +44,7 @@ def is_right(found: dict[str, Any]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [WAN, PIXART, CHROMA])
+@pytest.mark.parametrize("name", [WAN, PIXART, CHROMA, "AnyFlowFARTransformer3DModel"])
 def test_the_right_plan_passes(name: str) -> None:
     """The class's own plan, the same written out as a plan file, and auto-rows are right, and no layer is named."""
     for plan in (None, dict(plan_of(name)), "auto-rows"):
@@ -124,6 +124,17 @@ def test_a_wrong_plan_is_exit_code_1(tmp_path: Path) -> None:
     assert f"{PIXART}, tp degree 2: WRONG" in done.stdout
     assert "attn2.to_k: not in the plan" in done.stdout
     assert done.stderr == f"shardconv: {PIXART}: the plan is wrong at tp degree 2; do not use it\n"
+
+
+def test_a_real_config_is_cut_to_few_layers() -> None:
+    """Widths stay, layer counts become those of the small case, whether the config states them or not; lists that go
+    with the layers go."""
+    small = {"num_layers": 1, "num_single_layers": 2, "attention_head_dim": 8}
+    config = {"_class_name": "X", "num_layers": 19, "attention_head_dim": 128, "num_refiner_layers": 40,
+              "layer_types": ["a"] * 19}  # fmt: skip
+    assert _few_layers(config, small) == {
+        "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 128, "num_refiner_layers": 2,
+    }  # fmt: skip
 
 
 def test_what_cannot_be_checked_is_refused() -> None:
