@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from .catalogue import entry_of
 from .catalogue.entry import places_of
+from .errors import PlanError
 from .plan import Plan, Rule, Style
 
 AUTO_ROWS: Final = "auto-rows"  # what a person writes instead of a plan file
@@ -19,7 +20,8 @@ _RULE = Rule(Style.ROWWISE_SPLIT_INPUT)
 def auto_rows(model: Any, tp: int) -> Plan:
     """Every plain `Linear` of `model` whose input features `tp` divides, as rowwise_split_input.
 
-    Layers whose weights the class reads past their forward (the catalogue's `raw`) stay whole.
+    Layers whose weights the class reads past their forward (the catalogue's `raw`) stay whole. Raises `PlanError` when
+    there is no such layer.
     """
     from torch.nn import Linear
 
@@ -30,6 +32,8 @@ def auto_rows(model: Any, tp: int) -> Plan:
         for name, module in model.named_modules()
         if type(module) is Linear and module.in_features and module.in_features % tp == 0 and name not in raw
     ]
+    if not names:
+        raise PlanError(f"{type(model).__name__}: tp degree {tp} divides the input of no Linear; choose another degree")
     return _shortened(model, names)
 
 

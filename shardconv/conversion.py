@@ -168,7 +168,8 @@ def convert_all(
     )
     if scarce:
         needed += sum(scarce.listing.files[name].nbytes for name in rest if not (out / name).exists())
-        needed += max(file.header.file_nbytes for job in jobs for file in job.checkpoint.files)
+        left = [job for job, known in zip(jobs, there, strict=True) if known is None]
+        needed += max((file.header.file_nbytes for job in left for file in job.checkpoint.files), default=0)
     issues = check_space(out, needed) if needed else []
     if issues:
         raise OutputError(*issues)

@@ -168,7 +168,8 @@ def _check_degree(source: Manifest, config: Mapping[str, Any], tp: int) -> tuple
     from .resolve import resolve
 
     cls = models.model_class(source.model_class, config.get("_diffusers_version"))
-    resolution = resolve(models.skeleton(cls, config), source.plan, tp, models.other_plan(cls))
+    model = models.skeleton(cls, config)
+    resolution = resolve(model, source.plan, tp, models.other_plan(model))
     issues = [
         f"{tensor.name}: this diffusers' {cls.__name__} is cut otherwise than the set; convert the source again"
         for tensor in source.tensors

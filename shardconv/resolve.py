@@ -212,7 +212,9 @@ def _planned(model: Any, name: str, module: Any, pattern: str, rule: Rule) -> Pl
         if rule.style is Style.ROWWISE_SPLIT_INPUT or (dim == 1 and module.groups > 1):
             raise ValueError(f"a convolution cannot be {rule.style.value}")
     elif not isinstance(module, Linear):
-        raise ValueError(f"expected an nn.Linear, found {type(module).__name__}; only Linear layers are cut")
+        raise ValueError(
+            f"expected an nn.Linear, found {type(module).__name__}; only Linear, convolution and norm layers are cut"
+        )
     total = module.weight.shape[dim]
     if total == 0:
         raise ValueError(f"dim {dim} has no elements, nothing can be cut; take it out of the plan")
@@ -268,6 +270,8 @@ def _check_fused(model: Any, modules: Sequence[PlannedModule], class_plan: Plan 
     own = {module.name: module.cut for module in _match(model, layers, _Findings())}
     warned: set[str] = set()
     for module in modules:
+        if module.style is Style.ROWWISE_SPLIT_INPUT:  # its input is whole, so any cut of it is right
+            continue
         stored = getattr(model.get_submodule(module.name), _blocks_attribute(module.style), None)
         meant = Cut(module.cut.dim, tuple(stored)) if stored else own.get(module.name, module.cut)
         if meant.dim == module.cut.dim and meant != module.cut and module.pattern not in warned:

@@ -16,6 +16,8 @@ from torch import nn
 from toys import ATTENTION_PLAN, FFN, HEADS, INNER, PLAN, ToyTransformer
 
 from shardconv import PlanError, ShardconvWarning, convert, small_models
+from shardconv.auto_rows import auto_rows
+from shardconv.models import class_plan
 from shardconv.plan import parse_plan
 from shardconv.resolve import resolve
 
@@ -206,7 +208,7 @@ def test_c3_a_star_needs_a_module_list(key: str, said: str) -> None:
 def test_c3_only_linear_layers_are_cut(key: str, kind: str) -> None:
     """A key for anything but an `nn.Linear` is an error that says what it names."""
     (issue,) = issues_of(PLAN | {key: "colwise"})
-    assert f": expected an nn.Linear, found {kind}; only Linear layers are cut" in issue
+    assert f": expected an nn.Linear, found {kind}; only Linear, convolution and norm layers are cut" in issue
 
 
 def test_a_block_that_stands_in_two_places_is_no_double_key() -> None:
@@ -583,3 +585,16 @@ def test_c15_an_attention_is_planned_whole_or_not_at_all(forgotten: str) -> None
     assert issue.startswith(
         f"blocks.0.attn.{forgotten}: not in the plan, while other projections of the same attention"
     )
+
+
+def test_auto_rows_is_right_for_fused_layers_too() -> None:
+    """A layer that the class packs may be cut anywhere when its input is whole: no warning."""
+    model = small_models.build("flux")
+    plan = auto_rows(model, 2)
+    assert resolve(model, plan, 2, class_plan(model)).warnings == ()
+
+
+def test_auto_rows_needs_a_layer_that_divides() -> None:
+    """A degree that divides no layer's input is said, instead of an empty plan."""
+    with pytest.raises(PlanError, match=r"^FluxTransformer2DModel: tp degree 7 divides the input of no Linear"):
+        auto_rows(small_models.build("flux"), 7)

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardconv
-from shardconv import Manifest, OutputError, PlanError, SetError, UsageError, engine, reshard, resharding
+from shardconv import Manifest, OutputError, PlanError, SetError, UsageError, engine, reshard, resharding, small_models
 from shardconv.cli.main import main
 from shardconv.merging import merge
 
@@ -326,3 +326,17 @@ def test_a_legal_degree_needs_no_torch(toy: Path) -> None:
     script += "print(code, sorted({'torch', 'diffusers', 'safetensors', 'huggingface_hub', 'tqdm'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 []"
+
+
+def test_a_fused_layer_cut_plainly_is_warned_about_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From degree 1, where little is checked, resharding warns as converting the source does."""
+    plan = {"transformer_blocks.*.ff.linear_in": "colwise", "transformer_blocks.*.ff.linear_out": "rowwise"}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    source = toys.save(small_models.build("flux2"), tmp_path / "source")
+    options = ["--plan", str(tmp_path / "plan.json"), str(source)]
+    assert main(["convert", "--tp", "2", *options, str(tmp_path / "two")]) == 0
+    expected = capsys.readouterr().err
+    assert "linear_in: a fused layer cut as colwise" in expected
+    assert main(["convert", "--tp", "1", "--quiet", *options, str(tmp_path / "one")]) == 0
+    assert main(["reshard", "--tp", "2", str(tmp_path / "one"), str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().err == expected

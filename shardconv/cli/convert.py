@@ -26,7 +26,8 @@ EXAMPLE = """example:
   $ shardconv convert --tp 2 --plan plan.json MiniMax-H3/transformer out/
   $ shardconv convert --tp 2 --plan auto-rows MyModel/transformer out/     # a class without a plan: saves memory only
 
-plan.json maps module patterns to styles (colwise, rowwise, rowwise_split_input, packed_colwise, packed_rowwise):
+plan.json maps module patterns to styles (colwise, rowwise, rowwise_split_input, packed_colwise, packed_rowwise,
+norm_across_heads; parameter with a dim):
   {"blocks.*.attn.to_q": "colwise", "blocks.*.attn.to_out.0": "rowwise",
    "blocks.*.ff.proj": {"style": "packed_colwise", "blocks": [1, 1]}, "blocks.*.ff.out": "rowwise"}
 """
