@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -39,3 +40,4 @@ def main(name: str, out: str, folder: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    os._exit(0)  # now and then a thread of torch's aborts an orderly exit, when all is done and told
