@@ -297,6 +297,8 @@ def _tensor_from_json(raw: Any, tp: int) -> StoredTensor:
         Style(style)
     if "dim" not in raw:
         return StoredTensor(name, dtype, shape, style, None)
+    if DTYPE_BITS[dtype] % 8:
+        raise ValueError(f"{name}: cut, though {dtype} has several elements in a byte")
     cut = Cut(_count(raw["dim"]), tuple(map(_count, _expect(raw["block_sizes"], list))))
     if cut.dim >= len(shape) or sum(cut.block_sizes) != shape[cut.dim] or any(size % tp for size in cut.block_sizes):
         raise ValueError(f"{name}: blocks {cut.block_sizes} do not fit dim {cut.dim} of {shape} for tp degree {tp}")

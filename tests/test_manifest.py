@@ -378,6 +378,16 @@ def test_more_slices_than_any_model_has_are_not_laid_out(monkeypatch: pytest.Mon
         Manifest.from_json(document, "m")
 
 
+@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3"])
+def test_a_cut_through_a_byte_is_refused(dtype: str) -> None:
+    """Of a dtype with several elements in a byte no slice can be read (found by fuzzing, as a division by 0)."""
+    document = _document()
+    row = next(row for row in document["tensors"] if "dim" in row)
+    row["dtype"] = dtype
+    with pytest.raises(SetError, match=f"cut, though {dtype} has several elements in a byte"):
+        Manifest.from_json(document, "m")
+
+
 # Other versions, other files
 
 
