@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import loader
+from loader import readahead
 from shardconv.pagecache import drop, is_cached
 
 NBYTES = 20_000_000
@@ -69,6 +70,7 @@ def test_ranks_of_a_node_share_the_replicated_file(tmp_path: Path, monkeypatch: 
         return sent
 
     monkeypatch.setattr(os, "sendfile", spy)
+    monkeypatch.setattr(readahead, "CHUNK_NBYTES", NBYTES // 16)  # several to a share
     for rank in range(4):
         for key, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 4)):
             monkeypatch.setenv(key, str(value))
