@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Literal
@@ -20,12 +22,14 @@ from . import models
 from .facts import ModelFacts, model_facts
 from .plan import Plan, parse_plan, plan_to_json
 
+LOG = logging.getLogger(__name__)
+
 
 class Planner:
     """Answers as `models.has_plan` and `model_facts` do. A context manager: the child lasts as long as the block.
 
-    A child that fails, in whatever way, says nothing: the question is asked again in this process, which meets the same
-    fault and tells it.
+    A child that fails, in whatever way, is done without: the question is asked again in this process, which meets the
+    same fault and tells it. Why it failed is logged (`SHARDCONV_DEBUG=1` shows it).
     """
 
     def __init__(self, needs_torch: bool) -> None:
@@ -33,13 +37,15 @@ class Planner:
         self._child: subprocess.Popen[bytes] | None = None
         if not needs_torch and "torch" not in sys.modules and sys.executable:
             program = f"import sys; sys.path = {sys.path!r}; from shardconv.planner import serve; serve()"
-            with contextlib.suppress(OSError):
+            try:
                 self._child = subprocess.Popen(
                     [sys.executable, "-c", program],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     start_new_session=True,  # Ctrl-C is for this process, which then ends the child
                 )
+            except OSError as error:
+                self._do_without(error)
 
     def has_plan(self, library: str, name: str) -> bool | None:
         """See `models.has_plan`."""
@@ -62,10 +68,15 @@ class Planner:
         try:
             self._child.stdin.write(json.dumps(question).encode() + b"\n")
             self._child.stdin.flush()
-            return json.loads(self._child.stdout.readline())
-        except (OSError, ValueError):
-            self._end_child()
-            return None
+            answer = json.loads(self._child.stdout.readline())
+        except (OSError, ValueError) as error:
+            return self._do_without(error)
+        return self._do_without(answer["failed"]) if "failed" in answer else answer
+
+    def _do_without(self, why: object) -> None:
+        """From now on questions are answered here."""
+        self._end_child()
+        LOG.debug("the planning child failed, so this process plans, with full imports: %s", why)
 
     def _end_child(self) -> None:
         if self._child is not None:
@@ -82,16 +93,17 @@ class Planner:
 
 
 def serve() -> None:
-    """The child: a question a line on stdin, an answer a line on stdout; ends with the first that it cannot answer."""
+    """The child: a question a line on stdin, an answer a line on stdout, or why there is none."""
     gc.disable()
     with os.fdopen(os.dup(1), "wb", buffering=0) as answers, os.fdopen(0, "rb") as questions:
         os.dup2(2, 1)  # whatever a library prints is talk
         import_lightly()
         for line in questions:
             try:
-                answers.write(json.dumps(_answer(json.loads(line))).encode() + b"\n")
+                answer = _answer(json.loads(line))
             except Exception:  # of whatever kind: the parent asks itself, and meets it again
-                return
+                answer = {"failed": traceback.format_exc()}
+            answers.write(json.dumps(answer).encode() + b"\n")
 
 
 def _answer(question: Mapping[str, Any]) -> dict[str, Any]:

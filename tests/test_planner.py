@@ -14,20 +14,21 @@ import pytest
 import toys
 
 from shardconv import small_models
+from shardconv.catalogue import ENTRIES
+from shardconv.catalogue.cases import CASES
 from shardconv.facts import ModelFacts, model_facts
 from shardconv.plan import Rule, Style
 
-MODELS = ("flux", "flux2", "qwenimage", "qwenimage21")
 PLAN = {"single_transformer_blocks.*.attn.to_q": Rule(Style.PACKED_COLWISE, (1, 2))}
 
 # Asks the child about each config of a file; prints the answers and what the asking process has imported.
 ASK = """
 import json, sys
 from shardconv.planner import Planner
-configs = json.load(open(sys.argv[1]))
+questions = json.load(open(sys.argv[1]))
 with Planner(needs_torch=False) as planner:
     pid = planner._child.pid
-    answers = [planner.facts(config, None, 2).to_json() for config in configs]
+    answers = [planner.facts(config, None, 2, lean).to_json() for config, lean in questions]
     planned = [planner.has_plan("diffusers", "FluxTransformer2DModel"), planner.has_plan("diffusers", "AutoencoderKL"),
                planner.has_plan("transformers", "T5EncoderModel"), planner.has_plan("diffusers", "Nope")]
 print(json.dumps([answers, planned, "torch" in sys.modules, pid]))
@@ -40,13 +41,15 @@ def _config(name: str) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_the_child_answers_as_this_process_does(tmp_path: Path) -> None:
-    """Facts of every built-in class are the same from the child, whose imports are cut short, as from full imports; the
-    process that asks imports no torch, and no child is left."""
-    configs = [{**_config(name), "_class_name": small_models.class_name(name)} for name in MODELS]
-    (tmp_path / "configs.json").write_text(json.dumps(configs))
-    command = [sys.executable, "-c", ASK, str(tmp_path / "configs.json")]
+    """Facts of every class of the catalogue are the same from the child, whose imports are cut short, as from full
+    imports, plain and lean; the process that asks imports no torch, the child answers to the end, and none is left."""
+    configs = [json.loads(json.dumps({**CASES[name].config, "_class_name": name})) for name in ENTRIES]
+    questions = [(config, bool(ENTRIES[config["_class_name"]].lean)) for config in configs]
+    (tmp_path / "questions.json").write_text(json.dumps(questions))
+    command = [sys.executable, "-c", ASK, str(tmp_path / "questions.json")]
     answers, planned, torch_here, pid = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    assert [ModelFacts.from_json(answer) for answer in answers] == [model_facts(config, None, 2) for config in configs]
+    for (config, lean), answer in zip(questions, answers, strict=True):
+        assert ModelFacts.from_json(answer) == model_facts(config, None, 2, lean), config["_class_name"]
     assert planned == [True, False, None, None]
     assert torch_here is False
     assert not Path(f"/proc/{pid}").exists()
@@ -77,11 +80,14 @@ def test_facts_survive_the_passage(tp: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("child", ["/bin/false", "/nowhere/python"])
 def test_a_child_that_fails_is_done_without(child: str, tmp_path: Path) -> None:
-    """When the child dies or does not start, the conversion goes on in this process, to the same bytes."""
+    """When the child dies or does not start, the conversion goes on in this process, to the same bytes; one that debugs
+    is told so."""
     source = toys.save(small_models.build("flux"), tmp_path / "source")
     code = f"import sys; sys.executable = {child!r}; from shardconv.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "convert", "--tp", "2", "--quiet", str(source)]
-    subprocess.run([*command, str(tmp_path / "out")], check=True)
+    environment = os.environ | {"SHARDCONV_DEBUG": "1"}
+    done = subprocess.run([*command, str(tmp_path / "out")], check=True, env=environment, stderr=subprocess.PIPE)
+    assert b"shardconv.planner: the planning child failed, so this process plans" in done.stderr
     assert toys.main(["convert", "--tp", "2", "--quiet", str(source), str(tmp_path / "here")]) == 0
     assert toys.contents(tmp_path / "out") == toys.contents(tmp_path / "here")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from .._version import __version__
 from ..errors import ShardconvError, UsageError
 from . import check, convert, demo, inspect, merge, plans, push, reshard, verify
+from .output import abandon_stdout, open_streams, talk
 
 VERBS = (convert, inspect, verify, merge, reshard, push, plans, check, demo)
 
@@ -48,22 +50,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0 when it worked, 1 when it failed, 2 when it was asked wrongly, 130 on Ctrl-C."""
     args = parser().parse_args(argv)
     _hush_the_hub(getattr(args, "quiet", False))
+    debug = os.environ.get("SHARDCONV_DEBUG") == "1"
+    if debug:
+        logging.basicConfig(format="%(name)s: %(message)s")
+        logging.getLogger("shardconv").setLevel(logging.DEBUG)
     try:
         args.run(args)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        print("shardconv: stopped; nothing half-done is left behind", file=sys.stderr)
+    except KeyboardInterrupt as stopped:
+        talk(f"shardconv: stopped; {str(stopped) or 'nothing half-done is left behind'}")
         return 130
     except BrokenPipeError:  # the reader of stdout went away, e.g. head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        abandon_stdout()
         return 1
     except Exception as error:
-        if os.environ.get("SHARDCONV_DEBUG") == "1":
+        if debug:
             raise
         if not isinstance(error, (ShardconvError, OSError)):
-            print(f"shardconv: {type(error).__name__}: {error} (SHARDCONV_DEBUG=1 shows where)", file=sys.stderr)
+            talk(f"shardconv: {type(error).__name__}: {error} (SHARDCONV_DEBUG=1 shows where)")
         else:
-            print(f"shardconv: {error}", file=sys.stderr)
+            talk(f"shardconv: {error}")
         return 2 if isinstance(error, UsageError) else 1
     return 0
 
@@ -80,6 +85,7 @@ def entry() -> None:
     """The console script. Looking for garbage among what torch and diffusers leave takes longer than a small
     conversion, at imports and once more at the end; a process this short does without."""
     gc.disable()
+    open_streams()
     code = main()
     gc.freeze()
     sys.exit(code)
