@@ -9,9 +9,11 @@ import json
 import multiprocessing
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import nn
 
 from shardconv.auto_rows import AUTO_ROWS, auto_rows
 from shardconv.catalogue import cases
+from shardconv.checking import how_ended
 from shardconv.cut import Cut
 from shardconv.errors import ShardconvError
 from shardconv.models import class_plan
@@ -32,6 +35,7 @@ from .parallel import parallelize, take_slice
 LAYER_TOLERANCE = 1e-4  # of a layer's largest value; layers in the middle may amplify what the output does not show
 SHOWN = 5  # layers that differ
 PATIENCE = timedelta(seconds=20)  # for a rank that another one left behind
+GRACE_S = 2.0  # for a rank to report when another one has died
 
 Record = dict[tuple[str, int], torch.Tensor]  # (layer, how often it ran before) -> output, in the order of the calls
 
@@ -56,11 +60,35 @@ def main(folder: str) -> None:
     ]
     for rank in ranks:
         rank.start()
-    for rank in ranks:
-        rank.join()
-    reports = [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(job["tp"])]
+    ended = _join(ranks)
+    reports = [_report(Path(folder, f"rank-{number}.json"), number, ranks[number]) for number in ended]
     worst = max(reports, key=lambda report: (bool(report["issues"]), report["difference"] or 0.0))
     Path(folder, "report.json").write_text(json.dumps(worst))
+
+
+def _join(ranks: Sequence[BaseProcess]) -> list[int]:
+    """Wait for all; where one dies the others, which would wait for it, are killed. Those that ended by themselves."""
+    left = list(ranks)
+    while left:
+        wait([rank.sentinel for rank in left])
+        left = [rank for rank in left if rank.is_alive()]
+        if any(rank.exitcode for rank in ranks):
+            break
+    for rank in left:
+        rank.join(GRACE_S)
+    ended = [number for number, rank in enumerate(ranks) if not rank.is_alive()]
+    for rank in left:
+        rank.kill()
+        rank.join()
+    return ended
+
+
+def _report(path: Path, number: int, rank: BaseProcess) -> dict[str, Any]:
+    """What a rank has left; a sentence when its process ended before that."""
+    if path.is_file():
+        return dict(json.loads(path.read_text()))
+    issue = f"rank {number}: its process ended without a report ({how_ended(rank.exitcode or 0)})"
+    return {"difference": None, "issues": [issue], "layers": []}
 
 
 def _rules(model: nn.Module, plan: Mapping[str, Any] | str | None, tp: int) -> Plan:

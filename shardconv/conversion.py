@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings as python_warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from .destination import (
     link_files,
     sets_in,
 )
-from .errors import CheckpointError, OutputError, SetError, ShardconvError, ShardconvWarning, UsageError
+from .errors import CheckpointError, OutputError, SetError, ShardconvError, ShardconvWarning, Stopped, UsageError
 from .fetching import Snapshot
 from .journal import Journal, conversion_key, finished
 from .manifest import Manifest
@@ -173,17 +174,30 @@ def convert_all(
     issues = check_space(out, needed) if needed else []
     if issues:
         raise OutputError(*issues)
-    outcomes = []
-    for job, known in zip(jobs, there, strict=True):
-        if known is not None:
-            clear_leftovers(job.folder)
-        manifest = known or _execute(job, options.overwrite, cold, new_progress, tell, scarce)
-        outcomes.append(Outcome(job.component, job.folder, manifest, job.warnings, known is not None))
-    if scarce:
-        lowdisk.bring_rest(scarce, out, rest)
-    else:
-        link_files(located.folder, out, rest)
+    outcomes: list[Outcome] = []
+    with standing(outcomes):
+        for job, known in zip(jobs, there, strict=True):
+            if known is not None:
+                clear_leftovers(job.folder)
+            manifest = known or _execute(job, options.overwrite, cold, new_progress, tell, scarce)
+            outcomes.append(Outcome(job.component, job.folder, manifest, job.warnings, known is not None))
+        if scarce:
+            lowdisk.bring_rest(scarce, out, rest)
+        else:
+            link_files(located.folder, out, rest)
     return outcomes
+
+
+@contextmanager
+def standing(outcomes: Sequence[Outcome]) -> Iterator[None]:
+    """Have Ctrl-C tell which of the sets `outcomes` are complete by then."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        written = [str(outcome.folder) for outcome in outcomes if not outcome.was_there]
+        if not written:
+            raise
+        raise Stopped(f"{', '.join(written)} stands complete, what follows it does not; run it again") from None
 
 
 def _existing(job: Job, options: Options, new_progress: NewProgress) -> Manifest | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from . import small_models
+from .checking import ranks_failed
 from .conversion import convert
 from .errors import ShardconvError, UsageError
 from .manifest import Manifest
@@ -85,8 +86,7 @@ def _run_ranks(name: str, out: Path, folder: Path) -> list[dict[str, float]]:
     """Start the ranks under torchrun and collect what each reports."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={TP}"]
     command += ["-m", "loader.demo_rank", name, str(out), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace", check=False)
     if done.returncode:
-        said = done.stderr.strip()[-3000:].splitlines()
-        raise ShardconvError(f"demo: the ranks failed (exit code {done.returncode}), they said:", *said)
+        raise ranks_failed("demo", done.returncode, done.stderr)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(TP)]

@@ -254,8 +254,9 @@ class PartialFolder:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Clean up although somebody presses Ctrl-C again. Signals are the main thread's."""
-    if threading.current_thread() is not threading.main_thread():
+    """Clean up although somebody presses Ctrl-C again. Signals are the main thread's; a handler that was not set from
+    Python could not be put back, so it stays."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield
         return
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -7,6 +7,7 @@
     |-- OutputError     (OSError)       the target folder cannot take the set
     |-- SetError        (ValueError)    a converted set is damaged, incomplete or of another conversion
     |-- LoadError       (RuntimeError)  a set cannot be loaded on this group of ranks
+    |-- RanksFailed     (RuntimeError)  processes that `check` or `demo` started ended without an answer
     `-- HubError        (OSError)       the Hub refuses, cannot be reached, or lacks what was asked for
 
 A fault reads `subject: expected X, found Y; what to do`. Checks gather every fault and raise once. Names in it may come
@@ -75,6 +76,24 @@ class SetError(ShardconvError, ValueError):
 
 class LoadError(ShardconvError, RuntimeError):
     """A set cannot be loaded on this group of ranks."""
+
+
+class RanksFailed(ShardconvError, RuntimeError):
+    """Processes that this tool started ended without an answer. `said` is the end of what they wrote, line by line."""
+
+    def __init__(self, issue: str, *said: str) -> None:
+        self.said: tuple[str, ...] = tuple(map(one_line, said))
+        super().__init__(issue)
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *(f"    {line}" for line in getattr(self, "said", ()))])
+
+    def __reduce__(self) -> tuple[type[RanksFailed], tuple[str, ...]]:
+        return type(self), (*self.issues, *self.said)
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C at a moment when something stands already; says what, for whoever prints it."""
 
 
 class HubError(ShardconvError, OSError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from . import card
 from ._version import __version__
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .destination import is_set_file
-from .errors import HubError, SetError, UsageError
+from .errors import HubError, SetError, Stopped, UsageError
 from .hub import Listing, RemoteFile, Repo, card_metadata, degrees_in, digest_of, front_matter, is_repo_name
 from .jsonfile import parse
 from .layout import REPLICATED_FILE
@@ -313,24 +313,40 @@ def _gate_of_source(sets: Iterable[SendableSet], token: str | None) -> str:
 
 
 def _send(
-    repo: Repo, branch: str, units: Iterable[_Unit], message: str, new_pull: bool, tell: Callable[[str], None]
+    repo: Repo, branch: str, units: Sequence[_Unit], message: str, new_pull: bool, tell: Callable[[str], None]
 ) -> str:
     """Upload and commit; returns the URL of the last commit or of the pull request."""
     url, pull_url = "", ""
     parent = repo.listing(branch).commit
-    for unit in units:
+    for number, unit in enumerate(units):
         tell(f"sending {len(unit.add)} files to {repo.name}, {sum(map(_nbytes, unit.add.values())):,} bytes at most")
-        additions = repo.upload(branch, unit.add, new_pull)
         try:
-            parent, branch, url = repo.commit(branch, parent, message, additions, unit.delete, new_pull)
-        except HubError:
-            now = repo.listing(branch)
-            if new_pull or now.commit == parent or not _is_done(unit, now):
-                raise
-            parent = now.commit  # the commit was made, only its answer was lost
+            parent, branch, made = _send_unit(repo, branch, parent, unit, message, new_pull)
+        except KeyboardInterrupt:
+            raise Stopped(_what_stands(repo, number, len(units), pull_url or url)) from None
+        url = made or url
         pull_url = pull_url or (url if new_pull else "")
         new_pull = False
     return pull_url or url
+
+
+def _send_unit(repo: Repo, branch: str, parent: str, unit: _Unit, message: str, new_pull: bool) -> tuple[str, str, str]:
+    """One commit on top of `parent`; as `Repo.commit` gives it, the URL "" when its answer was lost."""
+    additions = repo.upload(branch, unit.add, new_pull)
+    try:
+        return repo.commit(branch, parent, message, additions, unit.delete, new_pull)
+    except HubError:
+        now = repo.listing(branch)
+        if new_pull or now.commit == parent or not _is_done(unit, now):
+            raise
+        return now.commit, branch, ""  # the commit was made, only its answer was lost
+
+
+def _what_stands(repo: Repo, made: int, nr: int, url: str) -> str:
+    """What somebody must know who ends a push after `made` of `nr` commits."""
+    if not made:
+        return f"{repo.name}: shows nothing of it yet, unless the one commit under way was made; push again to go on"
+    return f"{repo.name}: {made} of {nr} commits are made ({url}), each whole; push again for the rest"
 
 
 def _is_done(unit: _Unit, now: Listing) -> bool:

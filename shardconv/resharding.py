@@ -12,7 +12,7 @@ from typing import Any
 from . import engine
 from ._version import __version__
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME, config_digest, read_config
-from .conversion import NewProgress, Outcome
+from .conversion import NewProgress, Outcome, standing
 from .destination import (
     PartialFolder,
     check_component,
@@ -108,11 +108,12 @@ def reshard_all(
     issues += check_space(out, needed) if needed else []
     if issues:
         raise OutputError(*issues)
-    outcomes = []
-    for job, known in zip(jobs, there, strict=True):
-        manifest = known or _execute(job, overwrite, new_progress)
-        outcomes.append(Outcome(job.component, job.folder, manifest, job.warnings, known is not None))
-    link_files(path, out, rest)
+    outcomes: list[Outcome] = []
+    with standing(outcomes):
+        for job, known in zip(jobs, there, strict=True):
+            manifest = known or _execute(job, overwrite, new_progress)
+            outcomes.append(Outcome(job.component, job.folder, manifest, job.warnings, known is not None))
+        link_files(path, out, rest)
     return outcomes
 
 

@@ -10,6 +10,7 @@ import signal
 import struct
 import time
 from pathlib import Path
+from typing import Any
 
 import crashes
 import diffusers
@@ -17,7 +18,16 @@ import pytest
 import toys
 from small_pipelines import build_flux_pipeline
 
-from shardconv import CheckpointError, Manifest, OutputError, PlanError, ShardconvWarning, UsageError, convert
+from shardconv import (
+    CheckpointError,
+    Manifest,
+    OutputError,
+    PlanError,
+    ShardconvWarning,
+    UsageError,
+    conversion,
+    convert,
+)
 from shardconv.cli.main import main
 from shardconv.conversion import convert_all
 from shardconv.preparation import Options
@@ -300,6 +310,38 @@ def test_two_sharded_components_are_both_reported(pipe: Path, out: Path, capsys:
     assert [entry["folder"] for entry in document["sets"]] == [
         str(out / name / "tp2") for name in ("transformer", "transformer_2")
     ]
+
+
+def test_ctrl_c_between_two_components_tells_what_stands(
+    pipe: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C before the second of two transformers names the first's set, which stays; before the first, nothing does.
+    Running it again, as the sentence says, makes the rest."""
+    shutil.copytree(pipe / "transformer", pipe / "transformer_2")
+    index = json.loads((pipe / "model_index.json").read_text())
+    index["transformer_2"] = index["transformer"]
+    (pipe / "model_index.json").write_text(json.dumps(index))
+    real, arguments = conversion._execute, [*toys.arguments(pipe, out, tp=2), "--quiet"]
+
+    def stopped_at(name: str) -> str:
+        def execute(job: Any, *others: Any) -> Manifest:
+            if job.component == name:
+                raise KeyboardInterrupt
+            return real(job, *others)
+
+        monkeypatch.setattr(conversion, "_execute", execute)
+        assert main(arguments) == 130
+        return capsys.readouterr().err
+
+    assert stopped_at("transformer") == "shardconv: stopped; nothing half-done is left behind\n"
+    assert files_under(out) == set()
+    said = stopped_at("transformer_2")
+    assert said.startswith(
+        f"shardconv: stopped; {out / 'transformer' / 'tp2'} stands complete, what follows it does not"
+    )
+    monkeypatch.setattr(conversion, "_execute", real)
+    assert main(arguments) == 0
+    assert (out / "transformer_2" / "tp2" / "shardconv.json").is_file()
 
 
 def test_another_pipelines_component_in_out_is_refused_before_any_work(

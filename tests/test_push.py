@@ -508,6 +508,27 @@ def test_a_commit_whose_answer_was_lost_is_not_made_twice(hub: StandInHub, clien
     assert check_whole(hub.repos[REPO]) == ["tp2"]
 
 
+@pytest.mark.parametrize("made", [0, 1])
+def test_ctrl_c_tells_what_the_repo_shows(
+    hub: StandInHub, client: Any, component: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, made: int
+) -> None:
+    """Ctrl-C before the first commit says that nothing shows; after it, how many commits are made and where."""
+    monkeypatch.setattr(pushing, "COMMIT_FILES", 5)
+    real, calls = pushing.Repo.commit, itertools.count()
+
+    def commit(self: Any, *args: Any) -> Any:
+        if next(calls) == made:
+            raise KeyboardInterrupt
+        return real(self, *args)
+
+    monkeypatch.setattr(pushing.Repo, "commit", commit)
+    assert main(["push", "--quiet", str(component), REPO]) == 130
+    said = capsys.readouterr().err
+    assert said.startswith(f"shardconv: stopped; {REPO}: " + ("1 of " if made else "shows nothing of it yet"))
+    assert "half-done" not in said
+    assert len(check_whole(hub.repos[REPO])) == made
+
+
 def test_somebody_else_pushing_meanwhile_is_noticed(hub: StandInHub, client: Any, component: Path, capsys: Any) -> None:
     """A commit between our look and our commit: refused by the Hub, nothing of theirs is lost."""
     repo = hub.add_repo(REPO)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
+import math
+from collections.abc import Iterator
 
 from ..auto_rows import AUTO_ROWS
 from ..checking import TOLERANCE, Verdict, check
 from ..errors import PlanError
 from ..plan import read_plan_file
+from .output import report, report_json
 
 NAME = "check"
 HELP = "run a plan on CPU ranks and compare with the unsharded model"
@@ -38,7 +40,10 @@ def run(args: argparse.Namespace) -> None:
         args.tp,
         AUTO_ROWS if args.plan == AUTO_ROWS else read_plan_file(args.plan) if args.plan else None,
     )
-    print(json.dumps(_as_json(verdict), indent=2) if args.json else _as_text(verdict))
+    if args.json:
+        report_json(_as_json(verdict))
+    else:
+        report(_as_text(verdict))
     if not verdict.is_right:
         raise PlanError(f"{verdict.model_class}: the plan is wrong at tp degree {verdict.tp}; do not use it")
 
@@ -48,18 +53,29 @@ def _as_json(verdict: Verdict) -> dict[str, object]:
         "model_class": verdict.model_class,
         "tp_degree": verdict.tp,
         "right": verdict.is_right,
-        "difference": verdict.difference,
+        "difference": _finite(verdict.difference),
         "tolerance": TOLERANCE,
-        "issues": list(verdict.issues),
-        "layers": [{"layer": each.layer, "difference": each.difference} for each in verdict.layers],
+        "issues": list(_issues(verdict)),
+        "layers": [{"layer": each.layer, "difference": _finite(each.difference)} for each in verdict.layers],
     }
+
+
+def _finite(difference: float | None) -> float | None:
+    """JSON has no infinity: None then, and an issue says so."""
+    return difference if difference is not None and math.isfinite(difference) else None
+
+
+def _issues(verdict: Verdict) -> Iterator[str]:
+    yield from verdict.issues
+    if verdict.difference is not None and not math.isfinite(verdict.difference):
+        yield "the output is of another shape, or holds what is no number or infinite where the unsharded one does not"
 
 
 def _as_text(verdict: Verdict) -> str:
     lines = [f"{verdict.model_class}, tp degree {verdict.tp}: {'right' if verdict.is_right else 'WRONG'}"]
     if verdict.difference is not None:
         lines.append(f"  largest difference {verdict.difference:.1e} of the largest output, allowed {TOLERANCE:.0e}")
-    lines += [f"  {issue}" for issue in verdict.issues]
+    lines += [f"  {issue}" for issue in _issues(verdict)]
     if not verdict.is_right and verdict.layers:
         lines.append("  first layers that differ:")
         lines += [f"    {each.layer}  {each.difference:.1e}" for each in verdict.layers]

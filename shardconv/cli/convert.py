@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 
 from ..auto_rows import AUTO_ROWS
 from ..conversion import Outcome, convert_all
@@ -12,6 +10,7 @@ from ..manifest import Manifest
 from ..plan import read_plan_file
 from ..preparation import DTYPES, Options
 from ..summary import Summary, human, summarize
+from .output import report, report_json, talk
 from .progress import progress_bars
 
 NAME = "convert"
@@ -74,19 +73,19 @@ def run(args: argparse.Namespace) -> None:
             subfolder=args.subfolder,
             revision=args.revision,
             new_progress=new_progress,
-            tell=lambda text: None if args.quiet else print(text, file=sys.stderr),
+            tell=lambda text: None if args.quiet else talk(text),
         )
     if not args.quiet:
         for text in [text for outcome in outcomes for text in outcome.warnings]:
-            print(f"warning: {text}", file=sys.stderr)
+            talk(f"warning: {text}")
     download = outcomes[0].download
     if args.json:
         document = {"dry_run": args.dry_run, "sets": [as_json(outcome) for outcome in outcomes]}
-        print(json.dumps(document | ({"download": dict(download)} if download else {}), indent=2))
+        report_json(document | ({"download": dict(download)} if download else {}))
     elif not args.quiet:
-        print("\n\n".join(as_text(outcome, args.dry_run) for outcome in outcomes))
+        report("\n\n".join(as_text(outcome, args.dry_run) for outcome in outcomes))
         if download:
-            print(f"\n{args.source}: {human(sum(download.values()))} would be downloaded ({len(download)} files)")
+            report(f"\n{args.source}: {human(sum(download.values()))} would be downloaded ({len(download)} files)")
 
 
 def as_json(outcome: Outcome) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..small_models import NAMES
+from .output import report
 
 NAME = "demo"
 HELP = "build, convert, run on 2 CPU ranks and compare: the whole tool in one screen"
@@ -26,4 +27,4 @@ def run(args: argparse.Namespace) -> None:
     """Show the demo."""
     from ..demo import run_demo
 
-    run_demo(args.model, args.keep, say=print)
+    run_demo(args.model, args.keep, say=report)

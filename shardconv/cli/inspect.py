@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from ..plan import plan_to_json
 from ..summary import human, summarize
 from ..svg import Chart, Row, draw
 from .convert import figures, table
+from .output import report, report_json
 
 NAME = "inspect"
 HELP = "say what a file, a set or an output folder is"
@@ -39,9 +39,9 @@ def run(args: argparse.Namespace) -> None:
     """Inspect, then print and draw."""
     found = inspect(args.path)
     if args.json:
-        print(json.dumps([_as_json(each, args.tensors) for each in found], indent=2))
+        report_json([_as_json(each, args.tensors) for each in found])
     else:
-        print("\n\n".join("\n".join(_as_text(each, args.tensors)) for each in found))
+        report("\n\n".join("\n".join(_as_text(each, args.tensors)) for each in found))
     if args.svg:
         try:
             Path(args.svg).write_text(draw(list(map(_chart, found))), encoding="utf-8")

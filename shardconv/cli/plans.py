@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from ..catalogue.listing import Row, plan_of, rows
+from .output import report, report_json
 
 NAME = "plans"
 HELP = "list the classes that can be sharded, or print the plan of one"
@@ -30,13 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """List, or print one."""
     if args.model_class:
-        print(json.dumps(plan_of(args.model_class), indent=2))
+        report_json(plan_of(args.model_class))
     elif args.json:
-        print(json.dumps([_as_json(row) for row in rows()], indent=2))
+        report_json([_as_json(row) for row in rows()])
     else:
-        print(f"{'class':<40}{'degrees':<11}{'whole':>8}{'repl.':>6}{'rank':>8}{'--lean':>7}{'rank':>8}  needs")
+        report(f"{'class':<40}{'degrees':<11}{'whole':>8}{'repl.':>6}{'rank':>8}{'--lean':>7}{'rank':>8}  needs")
         for row in rows():
-            print(_as_text(row), flush=True)
+            report(_as_text(row))
 
 
 def _as_json(row: Row) -> dict[str, object]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 
 from ..errors import UsageError
 from ..pushing import Pushed, push
 from ..summary import human
+from .output import report, report_json, talk
 from .progress import progress_bars
 
 NAME = "push"
@@ -51,12 +50,12 @@ def run(args: argparse.Namespace) -> None:
             commit_message=args.commit_message,
             dry_run=args.dry_run,
             new_progress=new_progress,
-            tell=lambda text: None if args.quiet else print(text, file=sys.stderr),
+            tell=lambda text: None if args.quiet else talk(text),
         )
     if args.json:
-        print(json.dumps({"dry_run": args.dry_run, **_as_json(done)}, indent=2))
+        report_json({"dry_run": args.dry_run, **_as_json(done)})
     elif not args.quiet:
-        print(_as_text(done, args.dry_run))
+        report(_as_text(done, args.dry_run))
 
 
 def parse_degrees(text: str) -> list[int]:

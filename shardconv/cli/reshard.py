@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 
 from ..resharding import reshard_all
 from .convert import as_json, as_text
+from .output import report, report_json, talk
 from .progress import progress_bars
 
 NAME = "reshard"
@@ -49,8 +48,8 @@ def run(args: argparse.Namespace) -> None:
         )
     if not args.quiet:
         for text in [text for outcome in outcomes for text in outcome.warnings]:
-            print(f"warning: {text}", file=sys.stderr)
+            talk(f"warning: {text}")
     if args.json:
-        print(json.dumps({"sets": [as_json(outcome) for outcome in outcomes]}, indent=2))
+        report_json({"sets": [as_json(outcome) for outcome in outcomes]})
     elif not args.quiet:
-        print("\n\n".join(as_text(outcome, False) for outcome in outcomes))
+        report("\n\n".join(as_text(outcome, False) for outcome in outcomes))

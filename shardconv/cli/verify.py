@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from ..errors import SetError
 from ..summary import human
 from ..verifying import Verified, verify_all
+from .output import report, report_json
 from .progress import progress_bars
 
 NAME = "verify"
@@ -36,11 +36,11 @@ def run(args: argparse.Namespace) -> None:
         found = verify_all(args.path, args.source, new_progress)
     issues = [issue for each in found for issue in each.issues]
     if args.json:
-        print(json.dumps({"ok": not issues, "source": args.source, "sets": list(map(_as_json, found))}, indent=2))
+        report_json({"ok": not issues, "source": args.source, "sets": list(map(_as_json, found))})
     elif not args.quiet:
         for each in found:
             if not each.issues:
-                print(_as_text(each, args.source))
+                report(_as_text(each, args.source))
     if issues:
         raise SetError(*issues)
 
