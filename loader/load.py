@@ -46,7 +46,7 @@ def load_model(
     transfer: str | None = None,
     timeout: float = TIMEOUT_S,
     revision: str | None = None,
-    token: str | None = None,
+    token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
     force_download: bool = False,

@@ -6,13 +6,13 @@ import json
 import os
 import socket
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from shardconv.checkpoint import CONFIG_NAME, MANIFEST_NAME
 from shardconv.destination import set_folder_name
-from shardconv.errors import SetError
+from shardconv.errors import SetError, UsageError
 from shardconv.fetching import component_files
 from shardconv.hub import Listing, RemoteFile, Repo, cache_folder, degrees_in, is_repo_name
 from shardconv.layout import REPLICATED_FILE, rank_file_name
@@ -29,13 +29,15 @@ class Asking:
     """How the Hub may be asked; as in `load_model`."""
 
     revision: str | None = None
-    token: str | None = None
+    token: str | bool | None = field(default=None, repr=False)
     cache_dir: str | os.PathLike[str] | None = None
     local_files_only: bool = False
     force_download: bool = False
 
     def repo(self, name: str) -> Repo:
-        """The client's view of `name`."""
+        """The client's view of `name`. Raises `UsageError` for wishes that contradict each other."""
+        if self.force_download and self.local_files_only:
+            raise UsageError("force_download: fetches afresh, which local_files_only forbids; give one of them")
         cache_dir = None if self.cache_dir is None else os.fspath(self.cache_dir)
         return Repo(name, self.token, cache_dir, self.local_files_only, f"{name}: not a folder here, and the Hub says")
 

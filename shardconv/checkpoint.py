@@ -168,8 +168,11 @@ def select_files(names: Iterable[str], variant: str | None, stem: str = WEIGHTS_
     return None
 
 
-def open_checkpoint(folder: Path, variant: str | None = None) -> Checkpoint:
-    """Read config, index and headers of a component folder; every fault found is in one `CheckpointError`."""
+def open_checkpoint(folder: Path, variant: str | None = None, elsewhere: Iterable[str] = ()) -> Checkpoint:
+    """Read config, index and headers of a component folder; every fault found is in one `CheckpointError`.
+
+    `elsewhere`: names of files that the component has where it comes from, fetched or not.
+    """
     names = _names(folder)
     if _is_converted(folder, names):
         raise CheckpointError(
@@ -178,7 +181,7 @@ def open_checkpoint(folder: Path, variant: str | None = None) -> Checkpoint:
     config, config_bytes = read_config(folder)
     selection = select_files(names, variant)
     if selection is None:
-        raise CheckpointError(_no_weights(folder, names, variant))
+        raise CheckpointError(_no_weights(folder, sorted({*names, *elsewhere}), variant))
     if selection.index:
         listed = read_index(folder / selection.index)
         file_names = sorted(set(listed.values()))

@@ -38,6 +38,12 @@ def is_set_file(name: str) -> bool:
     return name in (MANIFEST_NAME, REPLICATED_FILE) or bool(_RANK_FILE.fullmatch(name))
 
 
+def is_hidden(name: str) -> bool:
+    """Whether a file is one that systems and editors leave beside others (`.DS_Store`, `.nfs0001`, `.x.swp`): it is no
+    part of a set, and nobody's fault."""
+    return name.startswith(".")
+
+
 def check_target(out: Path, source: Path, tp: int, config_bytes: bytes) -> list[str]:
     """Issues that forbid writing the set of `source` into the component folder `out`; touches nothing."""
     if out.resolve() == source.resolve():
@@ -63,7 +69,8 @@ def check_component(out: Path, source: Path, tp: int, config_bytes: bytes) -> li
     if folder.is_symlink():
         issues.append(f"{folder}: a link; move it away, nothing was touched")
     elif folder.is_dir():
-        foreign = sorted(entry.name for entry in os.scandir(folder) if not is_set_file(entry.name))
+        names = sorted(entry.name for entry in os.scandir(folder))
+        foreign = [name for name in names if not is_set_file(name) and not is_hidden(name)]
         if foreign:
             issues.append(f"{folder / foreign[0]}: not a file of a converted set; move it away, nothing was touched")
     elif folder.exists():
@@ -153,7 +160,8 @@ class PartialFolder:
                 )
             if not os.path.samestat(os.fstat(lock), os.stat(self._partial)):
                 raise OutputError(f"{self._partial}: another process has just finished here; run again")
-            foreign = sorted(entry.name for entry in os.scandir(self._partial) if not _is_ours(entry.name))
+            names = sorted(entry.name for entry in os.scandir(self._partial))
+            foreign = [name for name in names if not _is_ours(name) and not is_hidden(name)]
             if foreign:
                 raise OutputError(
                     f"{self._partial / foreign[0]}: not a file of ours; move it away, nothing was touched"

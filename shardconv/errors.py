@@ -37,8 +37,8 @@ class ShardconvError(Exception):
             return self.issues[0]
         return f"{len(self.issues)} problems:" + "".join(f"\n  - {issue}" for issue in self.issues)
 
-    def __reduce__(self) -> tuple[type[ShardconvError], tuple[str, ...]]:
-        return type(self), self.issues
+    def __reduce__(self) -> tuple[type[ShardconvError], tuple[str, ...], dict[str, object]]:
+        return type(self), self.issues, self.__dict__
 
 
 def one_line(text: str) -> str:
@@ -88,9 +88,6 @@ class RanksFailed(ShardconvError, RuntimeError):
     def __str__(self) -> str:
         return "\n".join([super().__str__(), *(f"    {line}" for line in getattr(self, "said", ()))])
 
-    def __reduce__(self) -> tuple[type[RanksFailed], tuple[str, ...]]:
-        return type(self), (*self.issues, *self.said)
-
 
 class Stopped(KeyboardInterrupt):
     """Ctrl-C at a moment when something stands already; says what, for whoever prints it."""
@@ -117,6 +114,10 @@ def every(work: Callable[[_Item], _Result], items: Iterable[_Item], mixed: type[
 
 
 def as_one(errors: Sequence[ShardconvError], mixed: type[ShardconvError]) -> ShardconvError:
-    """One error with the faults of all `errors`, of their class or, when they differ, `mixed`."""
-    kind = type(errors[0]) if len({type(error) for error in errors}) == 1 else mixed
-    return kind(*(issue for error in errors for issue in error.issues))
+    """One error with the faults of all `errors`, of their class and kind or, when they differ, `mixed`."""
+    cls = type(errors[0]) if len({type(error) for error in errors}) == 1 else mixed
+    joined = cls(*(issue for error in errors for issue in error.issues))
+    kinds = {error.kind if isinstance(error, HubError) else "" for error in errors}
+    if isinstance(joined, HubError) and len(kinds) == 1:
+        joined.kind = kinds.pop()
+    return joined

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 import weakref
@@ -39,6 +40,22 @@ class Snapshot:
         """Name -> bytes of the files that are not in the cache."""
         names = [name for name in self.names if not self.repo.cached(self.listing, name)]
         return {name: self.listing.files[name].nbytes for name in names}
+
+    def names_in(self, component: str) -> list[str]:
+        """Names of all files of the repo that stand directly in a component's folder, fetched or not."""
+        prefix = f"{component}/" if component else ""
+        names = [name.removeprefix(prefix) for name in self.listing.files if name.startswith(prefix)]
+        return sorted(name for name in names if "/" not in name)
+
+    def spoken(self, text: str) -> str:
+        """A sentence about places in `folder` as one about the repo at its commit."""
+        place = re.compile(rf"{re.escape(str(self.folder))}((?:/[\w.-]*\w)*)")
+        return place.sub(rf"{self.repo.name}\1 at {self.listing.commit[:7]}", text)
+
+    def about(self, issue: str) -> str:
+        """A fault of a file of the repo, which may name the file alone, as one that names repo and commit too."""
+        spoken = self.spoken(issue)
+        return spoken if self.repo.name in spoken else f"{self.repo.name} at {self.listing.commit[:7]}: {spoken}"
 
     def rest(self, sharded: Collection[str]) -> list[str]:
         """Names of the files that do not belong to the components `sharded`."""

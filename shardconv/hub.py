@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .checkpoint import MANIFEST_NAME
-from .errors import HubError
+from .errors import HubError, UsageError
 from .hub_errors import patiently
+from .jsonfile import MAX_JSON_NBYTES
 
 FETCHING = 8  # files at once
 SMALL_NBYTES = 1 << 20  # below it, files are sent together
@@ -46,6 +47,19 @@ def is_repo_name(name: str) -> bool:
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name))
 
 
+def usable_token(token: str | bool | None) -> str | bool | None:
+    """A token as the client takes it: what a file or a variable has around it is taken off, an empty one is none given.
+
+    Raises `UsageError`, without quoting it, when it could not be sent.
+    """
+    if not isinstance(token, str):
+        return token
+    stripped = token.strip()
+    if any(not "!" <= sign <= "~" for sign in stripped):
+        raise UsageError("token: expected printable ASCII without spaces, found something else in it; copy it again")
+    return stripped or None
+
+
 def cache_folder(cache_dir: str | None) -> Path:
     """Where the client keeps what it fetched."""
     from huggingface_hub import constants
@@ -74,7 +88,7 @@ class Repo:
     """A model repo, and how this process may ask for it."""
 
     name: str
-    token: str | None = field(default=None, repr=False)  # None: the one of `hf auth login` or HF_TOKEN
+    token: str | bool | None = field(default=None, repr=False)  # None, True: that of `hf auth login`; False: none
     cache_dir: str | None = None  # None: the client's own
     local_files_only: bool = False
     subject: str = ""  # of error messages; "": the name
@@ -90,9 +104,14 @@ class Repo:
         """`call` with the client, patiently."""
         import huggingface_hub
 
-        secrets = tuple(filter(None, (self.token, huggingface_hub.get_token())))
-        api = huggingface_hub.HfApi(token=self.token)
+        token = usable_token(self.token)
+        secrets = tuple(each for each in (token, huggingface_hub.get_token()) if isinstance(each, str))
+        api = huggingface_hub.HfApi(token=token)
         return patiently(subject or self.subject or self.name, secrets, lambda: call(api))
+
+    def _file(self, name: str) -> str:
+        """A file of the repo, as messages call it."""
+        return f"{self.subject or self.name}: {name}"
 
     # Reading
 
@@ -100,7 +119,13 @@ class Repo:
         """What the repo holds at `revision` (None: its main branch). Offline: what the cache has of it."""
         if self.offline:
             return self._cached_listing(revision)
-        info = self._ask(lambda api: api.model_info(self.name, revision=revision, files_metadata=True))
+        try:
+            info = self._ask(lambda api: api.model_info(self.name, revision=revision, files_metadata=True))
+        except HubError as error:
+            if error.kind == "no revision":
+                said = f"no revision {revision!r} in the repo; check its branches and tags on its page"
+                error.issues = (f"{self.subject or self.name}: {said}",)
+            raise
         return Listing(
             str(info.sha),
             {
@@ -135,7 +160,8 @@ class Repo:
         first = next((name for name in names if name in found.files), None)
         if self.offline or first is None or (revision and _COMMIT.fullmatch(revision)):
             return found
-        path = self._ask(lambda api: api.hf_hub_download(self.name, first, revision=revision, cache_dir=self.cache_dir))
+        options = {"revision": revision, "cache_dir": self.cache_dir}
+        path = self._ask(lambda api: api.hf_hub_download(self.name, first, **options))
         commit = Path(path).parents[first.count("/")].name
         return found if commit == found.commit else self.listing(commit)  # somebody has just pushed
 
@@ -168,19 +194,43 @@ class Repo:
         return Path(path) if is_there else None
 
     def _fetch_one(self, listing: Listing, name: str, force: bool) -> Path:
-        subject = f"{self.subject or self.name}: {name}"
-        options = {"revision": listing.commit, "cache_dir": self.cache_dir, "local_files_only": self.local_files_only}
-        is_new = force or not self.cached(listing, name)
-        path = Path(
-            self._ask(lambda api: api.hf_hub_download(self.name, name, **options, force_download=is_new), subject)
-        )
+        """Bring one file into the cache. It is transferred when it is asked for by force, when the cache does not have
+        its content, under whatever commit, or has it at another length; what was transferred is compared."""
+        known, subject = listing.files.get(name), self._file(name)
+        held = self._held_nbytes(known) if known else None
+        is_whole = known is not None and held == known.nbytes
+        forced = force or (held is not None and not is_whole) or self._is_short(listing, name)
+        options: dict[str, Any] = {"revision": listing.commit, "cache_dir": self.cache_dir}
+        options |= {"local_files_only": self.local_files_only}
+        if forced and not self.offline:
+            options |= {"force_download": True}
+        is_new = forced or not (is_whole or self.cached(listing, name))
+        path = Path(self._ask(lambda api: api.hf_hub_download(self.name, name, **options), subject))
         if is_new:
             _check_arrived(path, listing, name, subject)
         return path
 
+    def _held_nbytes(self, file: RemoteFile) -> int | None:
+        """The length at which the cache has this content, under whatever name; None when it does not have it, or when
+        it is not known by its digest."""
+        blobs = cache_folder(self.cache_dir) / f"models--{self.name.replace('/', '--')}" / "blobs"
+        try:
+            return (blobs / file.digest).stat().st_size if file.digest else None
+        except OSError:
+            return None
+
+    def _is_short(self, listing: Listing, name: str) -> bool:
+        """Whether the snapshot has the file, at another length than the Hub's."""
+        import huggingface_hub
+
+        path = huggingface_hub.try_to_load_from_cache(
+            self.name, name, revision=listing.commit, cache_dir=self.cache_dir
+        )
+        return isinstance(path, str) and self.cached(listing, name) is None
+
     def download(self, listing: Listing, name: str, folder: Path) -> Path:
         """Bring a file to `folder`, not into the cache; one that is there already is looked at, not fetched again."""
-        subject = f"{self.subject or self.name}: {name}"
+        subject = self._file(name)
         options = {"revision": listing.commit, "local_dir": folder}
         path = Path(self._ask(lambda api: api.hf_hub_download(self.name, name, **options), subject))
         _check_arrived(path, listing, name, subject)
@@ -198,7 +248,7 @@ class Repo:
 
         def read(api: Any) -> bytes:
             url = hf_hub_url(self.name, name, revision=listing.commit, endpoint=api.endpoint)
-            headers = build_hf_headers(token=self.token)
+            headers = build_hf_headers(token=usable_token(self.token))
             headers |= {"Range": f"bytes=0-{nbytes - 1}", "Accept-Encoding": "identity"}
             with get_session().stream("GET", url, headers=headers, timeout=30) as response:
                 hf_raise_for_status(response)
@@ -209,11 +259,17 @@ class Repo:
                         break
             return bytes(data[:nbytes])
 
-        return self._ask(read, f"{self.subject or self.name}: {name}")
+        return self._ask(read, self._file(name))
 
     def read(self, listing: Listing, name: str) -> bytes:
-        """A small file, whole; nothing is kept."""
-        return self.read_start(listing, name, max(1, listing.files[name].nbytes))
+        """A small file, whole; nothing is kept. Raises `HubError` for one that is not small."""
+        nbytes = listing.files[name].nbytes
+        if nbytes > MAX_JSON_NBYTES:
+            raise HubError(
+                f"{self._file(name)}: {nbytes:,} bytes, at most {MAX_JSON_NBYTES:,} are read; it cannot be what "
+                "its name says, remove it from the repo"
+            )
+        return self.read_start(listing, name, max(1, nbytes))
 
     # Writing
 
@@ -235,10 +291,14 @@ class Repo:
         self._ask(check)
 
     def create(self, private: bool, gated: str) -> None:
-        """Create the repo; `gated` as in `Listing`."""
+        """Create the repo, empty; `gated` as in `Listing`."""
         self._ask(lambda api: api.create_repo(self.name, private=private, exist_ok=True))
         if gated:
-            self._ask(lambda api: api.update_repo_settings(self.name, gated=gated))
+            self.gate(gated)
+
+    def gate(self, gated: str) -> None:
+        """Have access to the repo asked for; `gated` as in `Listing`."""
+        self._ask(lambda api: api.update_repo_settings(self.name, gated=gated))
 
     def create_branch(self, branch: str) -> None:
         """From the head of main."""

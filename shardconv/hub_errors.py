@@ -6,16 +6,20 @@ stand on different HTTP libraries, are read alike.
 
 from __future__ import annotations
 
+import base64
 import errno
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
+from urllib.parse import quote, quote_plus
 
 from .errors import HubError, ShardconvError
 
 ATTEMPTS = 5  # in all, for one request
 WAIT_S = 1.0  # before the second attempt, doubled each time
 MAX_WAIT_S = 60.0  # of what the Hub asks us to wait
+_TOKEN = re.compile(r"\bhf_\w{8,}|(?i:bearer )[^\s'\"]+")  # what looks like a token, known to us or not
 _BROKEN = {"ReadError", "WriteError", "ReadTimeout", "WriteTimeout", "RemoteProtocolError", "CloseError"}
 
 T = TypeVar("T")
@@ -35,14 +39,32 @@ def patiently(subject: str, secrets: tuple[str, ...], ask: Callable[[], T]) -> T
             error = _root(raised)
             wait = _wait(error, attempt)
             if wait is None or attempt == ATTEMPTS:
-                text = f"{subject}: {_explain(error, attempt)}"
-                for secret in secrets:
-                    text = text.replace(secret, "***")
-                raised_here = HubError(text)
+                raised_here = HubError(without_secrets(f"{subject}: {_explain(error, attempt)}", secrets))
                 raised_here.kind = _kind(error)
                 raise raised_here from None
             time.sleep(wait)
     raise AssertionError("unreachable")
+
+
+def without_secrets(text: str, secrets: tuple[str, ...]) -> str:
+    """`text` with each of `secrets` blotted out in every form in which a library may print it, and whatever else looks
+    like a token of the Hub."""
+    forms = {form for secret in secrets for form in _forms(secret)}
+    for form in sorted(forms, key=len, reverse=True):  # a form that holds another one first
+        text = text.replace(form, "***")
+    return _TOKEN.sub("***", text)
+
+
+def _forms(secret: str) -> Iterator[str]:
+    """As it is, escaped as Python and as URLs do, encoded as in a header; with and without what surrounds it."""
+    for each in {secret, secret.strip(), *secret.split()}:
+        if len(each) > 3:  # shorter ones are no secret, and would blot out half a sentence
+            yield each
+            yield repr(each)[1:-1]
+            yield ascii(each)[1:-1]
+            yield quote(each, safe="")
+            yield quote_plus(each)
+            yield base64.b64encode(each.encode("utf-8", "surrogateescape")).decode()
 
 
 def _root(error: BaseException) -> BaseException:
@@ -51,7 +73,9 @@ def _root(error: BaseException) -> BaseException:
     while chain[-1].__cause__ is not None:
         chain.append(chain[-1].__cause__)
     telling = (each for each in chain if _status(each) or _names(each) & {"HTTPError", "OfflineModeIsEnabled"})
-    return next(telling, next((each for each in chain if isinstance(each, OSError)), error))
+    # "Not in the cache" is what the client says in the end whatever kept it from asking.
+    reasons = [each for each in chain if isinstance(each, OSError) and "LocalEntryNotFoundError" not in _names(each)]
+    return next(telling, next(iter(reasons), error))
 
 
 def _names(error: BaseException) -> set[str]:
@@ -95,6 +119,8 @@ def _explain(error: BaseException, attempts: int) -> str:
         return "the repo has no such file at this revision; check the name"
     if names & {"OfflineModeIsEnabled", "LocalEntryNotFoundError"} and not status:
         return "not in the cache, and the Hub is not asked or does not answer; fetch it once with a network"
+    if "FileMetadataError" in names:
+        return f"the server does not answer as the Hub does ({said}); check HF_ENDPOINT, a mirror must pass on headers"
     if status == 401 or "LocalTokenNotFoundError" in names:
         return f"the Hub knows no such login ({said}); log in: hf auth login"
     if status == 403:

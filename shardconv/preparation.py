@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -10,8 +11,9 @@ from typing import Literal
 from ._version import __version__
 from .checkpoint import Checkpoint, config_digest, match_names, open_checkpoint, shorten, unexpected_names
 from .destination import check_target, set_folder_name
-from .errors import CheckpointError, OutputError, PlanError, as_one, every
+from .errors import CheckpointError, OutputError, PlanError, ShardconvError, as_one, every
 from .facts import ModelFacts
+from .fetching import Snapshot
 from .layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
 from .manifest import FileRecord, Manifest, Source, SourceFileRecord
 from .models import kept_in_fp32
@@ -66,15 +68,28 @@ class Job:
 
 
 def prepare(located: Located, subfolder: str | None, out: Path, options: Options) -> list[Job]:
-    """The job of every component to shard. Raises what is wrong with any of them, in one error."""
-    with Planner(needs_torch=options.dtype is not None) as planner:
+    """The job of every component to shard. Raises what is wrong with any of them, in one error; of a repo's files it
+    speaks by their names in the repo."""
+    with Planner(needs_torch=options.dtype is not None) as planner, _in_words(located.snapshot):
         names = components(located, subfolder, options.plan is not None, planner)
         return every(lambda name: _prepare(located, name, out, options, planner), names, CheckpointError)
 
 
+@contextmanager
+def _in_words(snapshot: Snapshot | None) -> Iterator[None]:
+    try:
+        yield
+    except ShardconvError as error:
+        if snapshot:
+            speak = snapshot.about if isinstance(error, CheckpointError) else snapshot.spoken
+            error.issues = tuple(map(speak, error.issues))
+        raise
+
+
 def _prepare(located: Located, component: str, out: Path, options: Options, planner: Planner) -> Job:
     """Check everything that can be checked without reading weights; one error for all faults of a component."""
-    checkpoint = open_checkpoint(located.folder / component, options.variant)
+    elsewhere = located.snapshot.names_in(component) if located.snapshot else ()
+    checkpoint = open_checkpoint(located.folder / component, options.variant, elsewhere)
     model = planner.facts(checkpoint.config, options.plan, options.tp, options.lean)
     aliases = _aliases(checkpoint, model.tied)
     target = out / component
@@ -111,7 +126,8 @@ def _prepare(located: Located, component: str, out: Path, options: Options, plan
         warnings.append(f"{checkpoint.folder}: {what} are left out: {shorten(loud)}")
     forecast = _forecast(checkpoint, model, tensors, options, planner) if options.dry_run else None
     plan = ConvertPlan(layout, sources)
-    return Job(component, target, checkpoint, manifest, plan, model.tied, tuple(warnings), forecast)
+    told = map(located.snapshot.spoken, warnings) if located.snapshot else warnings
+    return Job(component, target, checkpoint, manifest, plan, model.tied, tuple(told), forecast)
 
 
 def _forecast(

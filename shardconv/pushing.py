@@ -25,6 +25,8 @@ CARD = "README.md"
 MAX_FILE_NBYTES = 500 * 1000**3  # the Hub takes no larger file
 COMMIT_FILES = 100  # what the Hub advises; one set is never divided
 EMPTY = Listing("", {}, "")
+GATES = ("", "auto", "manual")  # of a repo, from open to strict
+SAYING_NOTHING = {CARD, ".gitattributes"}  # files of a repo that holds nothing yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ def push(
     degrees: Collection[int] | None = None,
     commit_message: str | None = None,
     dry_run: bool = False,
-    token: str | None = None,
+    token: str | bool | None = None,
     new_progress: NewProgress = lambda what, total: lambda nbytes: None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Pushed:
@@ -87,8 +89,9 @@ def push(
         raise UsageError("--create-pr: goes to main, --revision to a branch; give one of them")
     local = sendable(Path(out), degrees)
     _check_sizes(local)
-    for each in local.sets:
-        verify(each.folder, new_progress=new_progress)
+    for found in [each for place in local.sets for each in verify(place.folder, new_progress=new_progress)]:
+        if found.ignored:
+            tell(f"{found.path}: {', '.join(found.ignored)} not sent, hidden files are no part of a set")
     repo = Repo(repo_id, token)
     if repo.offline:
         raise HubError(f"{repo_id}: HF_HUB_OFFLINE is set, so nothing can be sent; unset it")
@@ -97,15 +100,18 @@ def push(
         repo.check_write()
     elif not state:
         _check_may_create(repo)
+    gate = _gate_needed(repo, local.sets, state)
     remote = branch_state or state or EMPTY
-    units = _changes(Path(out), local, repo, remote)
+    units = _changes(Path(out), local, repo, remote, tell)
     sent = {name: _nbytes(content) for unit in units for name, content in unit.add.items()}
     deleted = tuple(name for unit in units for name in unit.delete)
     report = Pushed(repo_id, "", state is None, tuple(each.name for each in local.sets), sent, deleted)
     if dry_run or (not units and (branch_state or create_pr)):
         return report
     if state is None:
-        repo.create(private, _gate_of_source(local.sets, token))
+        repo.create(private, gate)
+    elif gate and not state.gated:
+        repo.gate(gate)
     if branch_state is None and revision:
         repo.create_branch(revision)
     message = commit_message or f"Add {', '.join(report.sets)} (shardconv {__version__})"
@@ -152,7 +158,7 @@ def _check_may_create(repo: Repo) -> None:
         raise HubError(f"{repo.name}: {name}'s token may only read; use one that may write: hf auth login")
 
 
-def _changes(out: Path, local: Sendable, repo: Repo, remote: Listing) -> list[_Unit]:
+def _changes(out: Path, local: Sendable, repo: Repo, remote: Listing, tell: Callable[[str], None]) -> list[_Unit]:
     """What differs from the repo, in the order of sending."""
     config_names = {f"{each.component}/{CONFIG_NAME}".lstrip("/") for each in local.sets}
     rest = {name: path for name, path in local.others.items() if name not in config_names}
@@ -168,7 +174,7 @@ def _changes(out: Path, local: Sendable, repo: Repo, remote: Listing) -> list[_U
         elif changed:
             own.insert(0, _Unit(dict(changed)))
         units += own
-    text = _card(out, local, repo, remote)
+    text = _card(out, local, repo, remote, tell)
     if text is not None:
         units.append(_Unit({CARD: text}))
     return _packed([unit for unit in units if unit.add or unit.delete])
@@ -247,9 +253,9 @@ def _packed(units: Iterable[_Unit]) -> list[_Unit]:
     return packed
 
 
-def _card(out: Path, local: Sendable, repo: Repo, remote: Listing) -> bytes | None:
+def _card(out: Path, local: Sendable, repo: Repo, remote: Listing, tell: Callable[[str], None]) -> bytes | None:
     """The model card as it should be; None when the repo's is so already."""
-    section = card.section(repo.name, _rows(local, remote), MODEL_INDEX in local.others)
+    section = card.section(repo.name, _rows(local, repo, remote, tell), MODEL_INDEX in local.others)
     here = (out / CARD).read_text(encoding="utf-8") if (out / CARD).is_file() else ""
     if CARD in remote.files:
         old = repo.read(remote, CARD).decode()
@@ -265,8 +271,8 @@ def _card(out: Path, local: Sendable, repo: Repo, remote: Listing) -> bytes | No
     return card.new(front, repo.name, base, manifest.cast_to, section).encode()
 
 
-def _rows(local: Sendable, remote: Listing) -> list[card.SetRow]:
-    """Every set that the repo will hold."""
+def _rows(local: Sendable, repo: Repo, remote: Listing, tell: Callable[[str], None]) -> list[card.SetRow]:
+    """Every set that the repo will hold, whole."""
     rows = []
     components = dict.fromkeys(each.component for each in local.sets)
     ours = {(each.component, each.manifest.tp_degree) for each in local.sets}
@@ -278,7 +284,10 @@ def _rows(local: Sendable, remote: Listing) -> list[card.SetRow]:
             if (component, degree) not in ours:
                 there = {name.rpartition("/")[2]: file.nbytes for name, file in _set_files(remote, folder).items()}
                 there.pop(MANIFEST_NAME)
-                rows.append(_row(component, degree, there))
+                if sum(name != REPLICATED_FILE for name in there) == degree:
+                    rows.append(_row(component, degree, there))
+                else:
+                    tell(f"{repo.name}: {folder} lacks rank files, nobody can load it; push that degree, or remove it")
     return rows
 
 
@@ -288,7 +297,7 @@ def _row(component: str, degree: int, sizes: Mapping[str, int]) -> card.SetRow:
     return card.SetRow(component, degree, sum(sizes.values()), shared + own)
 
 
-def _source_card(manifest: Manifest, token: str | None) -> str:
+def _source_card(manifest: Manifest, token: str | bool | None) -> str:
     """The card of the repo that was converted; "" when it cannot be had."""
     if not manifest.source.repo:
         return ""
@@ -299,17 +308,32 @@ def _source_card(manifest: Manifest, token: str | None) -> str:
         return ""
 
 
-def _gate_of_source(sets: Iterable[SendableSet], token: str | None) -> str:
-    """How access to the converted repo is gated: a new repo with its weights must be gated alike."""
-    for name in {each.manifest.source.repo for each in sets}:
-        if name:
-            try:
-                gated = Repo(name, token).listing(None).gated
-            except HubError:
+def _gate_needed(repo: Repo, sets: Iterable[SendableSet], there: Listing | None) -> str:
+    """How access to `repo`, found as `there`, must be gated: at least as to the repos that its weights come from. One
+    that shows nothing yet is gated before anything is sent.
+
+    Raises `HubError` when it is gated less, and when that cannot be known: weights in the open do not come back.
+    """
+    needed, source, closed = "", "", bool(there and there.gated)
+    for name in sorted({each.manifest.source.repo or "" for each in sets} - {"", repo.name}):
+        try:
+            gated = Repo(name, repo.token).listing(None).gated
+        except HubError as error:
+            if closed:
                 continue
-            if gated:
-                return gated
-    return ""
+            raise HubError(
+                f"{repo.name}: whether access to {name}, which its weights come from, is gated cannot be known "
+                f"({error}); log in with an account that sees it, or gate {repo.name} in its settings before you push"
+            ) from None
+        if GATES.index(gated) > GATES.index(needed):
+            needed, source = gated, name
+    if there is None or GATES.index(there.gated) >= GATES.index(needed) or set(there.files) <= SAYING_NOTHING:
+        return needed
+    found = f"gated ({there.gated})" if there.gated else "not gated"
+    raise HubError(
+        f"{repo.name}: access to it is {found}, to {source}, which its weights come from, it is gated ({needed}); gate "
+        "it alike in its settings, then push again"
+    )
 
 
 def _send(

@@ -57,7 +57,10 @@ def locate(
     from .hub import Repo
 
     repo = Repo(name, subject=f"{name}: not a folder here, and the Hub says")
-    snapshot = fetch(repo, revision, subfolder, variant, headers_only)
+    try:
+        snapshot = fetch(repo, revision, subfolder, variant, headers_only)
+    except CheckpointError as error:
+        raise CheckpointError(*(each if name in each else f"{name}: {each}" for each in error.issues)) from None
     return Located(snapshot.folder, name, snapshot.listing.commit, snapshot)
 
 

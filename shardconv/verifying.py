@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import engine
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME, Checkpoint, config_digest, open_checkpoint, read_config
-from .destination import is_set_file
+from .destination import is_hidden, is_set_file
 from .errors import SetError, ShardconvError
 from .header import FileHeader
 from .layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
@@ -30,6 +30,7 @@ class Verified:
     manifest: Manifest | None  # None: it cannot be read
     nbytes: int  # of tensor data whose digest was taken
     issues: tuple[str, ...]
+    ignored: tuple[str, ...] = ()  # hidden files beside those of the set, which are no part of it
 
 
 def verify(
@@ -116,7 +117,8 @@ def _verify_set(
     issues += payload
     if source is not None:
         issues += _source_issues(folder, manifest, source, new_progress)
-    return Verified(path, manifest, nbytes, tuple(issues))
+    ignored = tuple(name for name in sorted(os.listdir(folder)) if is_hidden(name)) if not only else ()
+    return Verified(path, manifest, nbytes, tuple(issues), ignored)
 
 
 def _config_issues(folder: Path, manifest: Manifest) -> list[str]:
@@ -136,7 +138,7 @@ def _foreign(folder: Path, names: Collection[str]) -> list[str]:
         f"{folder / name}: {'of another set' if is_set_file(name) else 'not a file of a set'}, the manifest does not "
         "list it; move it away"
         for name in sorted(os.listdir(folder))
-        if name not in names and name != MANIFEST_NAME
+        if name not in names and name != MANIFEST_NAME and not is_hidden(name)
     ]
 
 

@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -107,6 +107,7 @@ class Fault:
     reset: bool = False  # ... and by a reset instead of an end
     edit: Callable[[bytes], bytes] | None = None  # changes the body
     lost: bool = False  # the work is done, the answer never comes
+    drop: Collection[str] = ()  # headers that are left out of the answer
 
 
 class StandInHub(ThreadingHTTPServer):
@@ -281,7 +282,8 @@ class _Handler(BaseHTTPRequestHandler):
         request.status = answer.status
         self.send_response(answer.status)
         for key, value in ({"Content-Length": str(len(body))} | headers).items():
-            self.send_header(key, value)
+            if not (fault and key in fault.drop):
+                self.send_header(key, value)
         self.end_headers()
         if self.command == "HEAD":
             return

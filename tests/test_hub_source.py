@@ -266,7 +266,7 @@ def test_what_is_not_there_is_one_clear_error(
     said = refusal(capsys, out, REPO, "--subfolder", "transfromer")
     assert said == f"{REPO}: nothing to convert in transfromer, it has no transfromer/config.json; check the name"
     said = refusal(capsys, out, REPO, "--revision", "v9")
-    assert said == f"{SAYS}no such revision in the repo; check its branches and tags on its page"
+    assert said == f"{SAYS}no revision 'v9' in the repo; check its branches and tags on its page"
     assert hub.fetched(REPO) == []
 
 

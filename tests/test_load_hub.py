@@ -364,7 +364,7 @@ def test_what_is_not_there_is_named(filled: StandInHub, alone: Callable[..., Any
     """No such repo, revision, component or degree: what was asked, what there is."""
     with pytest.raises(HubError, match=r"^org/nope: not a folder here, and the Hub says: repository not found"):
         alone("org/nope")
-    with pytest.raises(HubError, match=f"^{SAYS}no such revision in the repo; check its branches and tags"):
+    with pytest.raises(HubError, match=f"^{SAYS}no revision 'nope' in the repo; check its branches and tags"):
         alone(revision="nope")
     with pytest.raises(SetError, match=r"the set is in transformer; add subfolder='transformer'$"):
         loader.load_model(REPO, device="cpu")

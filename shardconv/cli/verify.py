@@ -7,7 +7,7 @@ import argparse
 from ..errors import SetError
 from ..summary import human
 from ..verifying import Verified, verify_all
-from .output import report, report_json
+from .output import report, report_json, talk
 from .progress import progress_bars
 
 NAME = "verify"
@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> None:
         report_json({"ok": not issues, "source": args.source, "sets": list(map(_as_json, found))})
     elif not args.quiet:
         for each in found:
+            if each.ignored:
+                talk(f"{each.path}: {', '.join(each.ignored)} ignored, hidden files are no part of a set")
             if not each.issues:
                 report(_as_text(each, args.source))
     if issues:
@@ -54,6 +56,7 @@ def _as_json(found: Verified) -> dict[str, object]:
         "conversion_id": manifest.conversion_id if manifest else None,
         "verified_nbytes": found.nbytes,
         "issues": list(found.issues),
+        "ignored": list(found.ignored),
     }
 
 
