@@ -172,10 +172,10 @@ def _read_chunk(fd: int, path: Path, buffer: memoryview, nbytes: int, offset: in
     done = 0
     asked = min(len(buffer), -(-nbytes // DATA_ALIGNMENT) * DATA_ALIGNMENT)
     while done < nbytes:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)  # before the read: another reader may meet the same refusal meanwhile
         try:
             got = os.preadv(fd, [buffer[done:asked]], offset + done)
         except OSError as error:
-            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise
             # Some file systems take O_DIRECT and refuse the reads; and after a short read the rest is not aligned.
