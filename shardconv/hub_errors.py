@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from .crew import Stopped
 from .errors import HubError, ShardconvError
 
 ATTEMPTS = 5  # in all, for one request
@@ -29,7 +30,7 @@ def patiently(subject: str, secrets: tuple[str, ...], ask: Callable[[], T]) -> T
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return ask()
-        except ShardconvError:
+        except (ShardconvError, Stopped):
             raise
         except Exception as raised:  # whatever the client and the HTTP library under it have
             error = _root(raised)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from . import card
 from ._version import __version__
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME
+from .cores import usable_cores
+from .crew import PATIENCE_S, Crew
 from .destination import is_set_file
 from .errors import HubError, SetError, UsageError
 from .hub import Listing, RemoteFile, Repo, card_metadata, degrees_in, digest_of, front_matter, is_repo_name
@@ -181,8 +183,9 @@ def _differing(files: Mapping[str, Path], remote: Listing) -> dict[str, Path]:
         known, path = remote.files.get(name), files[name]
         return known is None or known.nbytes != path.stat().st_size or known.digest != digest_of(path, known.digest)
 
-    with ThreadPoolExecutor(None, "shardconv-digest") as executor:
-        return {name: files[name] for name, found in zip(files, executor.map(differs, files), strict=True) if found}
+    with Crew(usable_cores(), "shardconv-digest", patience_s=PATIENCE_S) as crew:
+        found = crew.results([crew.submit(partial(differs, name)) for name in files])
+    return {name: files[name] for name, is_other in zip(files, found, strict=True) if is_other}
 
 
 def _set_unit(each: SendableSet, remote: Listing) -> _Unit:
