@@ -145,7 +145,7 @@ def _load_rank(
         _reading(opened, device, transfer, wanted, given_up) as (stored, loaded),
         checking(opened, stored, wanted) if verify else nullcontext(lambda: None) as check,
     ):
-        cls = models.model_class(manifest.model_class, opened.config.get("_diffusers_version"))
+        cls = models.model_class(manifest.model_class, opened.config)
         model = models.skeleton(cls, opened.config, _building_dtype(manifest, dtype))
         resolution = check_model(opened, model)
         check_layers(model, resolution.modules)

@@ -167,7 +167,7 @@ def _check_degree(source: Manifest, config: Mapping[str, Any], tp: int) -> tuple
     from . import models
     from .resolve import resolve
 
-    cls = models.model_class(source.model_class, config.get("_diffusers_version"))
+    cls = models.model_class(source.model_class, config)
     model = models.skeleton(cls, config)
     resolution = resolve(model, source.plan, tp, models.other_plan(model))
     issues = [

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import models
 from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, leads_out, read_config, refuse_file
@@ -82,11 +82,13 @@ def components(located: Located, subfolder: str | None, has_own_plan: bool, plan
     absent = [str(located.folder / name) for name in listed if not (located.folder / name).is_dir()]
     if absent:
         raise CheckpointError(f"{located.folder}: {MODEL_INDEX} names {', '.join(absent)}, no such folder; fetch it")
-    planned = {name: planner.has_plan(library, cls) for name, (library, cls) in listed.items()}
+    planned = {
+        name: planner.has_plan(library, cls, _config(located.folder / name)) for name, (library, cls) in listed.items()
+    }
     for name, (library, cls) in listed.items():
         config = located.folder / name / CONFIG_NAME
         if planned[name] is None and library == "diffusers" and name.startswith("transformer") and config.is_file():
-            models.model_class(cls, read_config(config.parent)[0].get("_diffusers_version"))  # raises
+            models.model_class(cls, read_config(config.parent)[0])  # raises
     chosen = [name for name in listed if planned[name]]
     if not chosen:
         classes = ", ".join(f"{name} ({cls})" for name, (_, cls) in listed.items())
@@ -95,6 +97,15 @@ def components(located: Located, subfolder: str | None, has_own_plan: bool, plan
             "--subfolder COMPONENT --plan FILE"
         )
     return chosen
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """What a component's config says; nothing where there is none, or one that others report."""
+    try:
+        config = parse(read_bounded(folder / CONFIG_NAME), unique=False)
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def pipeline_components(folder: Path) -> dict[str, tuple[str, str]]:
