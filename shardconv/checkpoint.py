@@ -19,6 +19,7 @@ import xxhash
 from .errors import CheckpointError
 from .header import FileHeader, TensorEntry
 from .jsonfile import parse, read_bounded
+from .links import strange_link
 
 CONFIG_NAME = "config.json"
 MANIFEST_NAME = "shardconv.json"  # of a converted set
@@ -252,7 +253,7 @@ def _open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str]) -
             first = next((tensor for tensor, file in listed.items() if file == name), "")
             issues.append(f"{name}: named by the index (for {first} and others), absent from {folder}; fetch it")
             continue
-        outside = leads_out(path, folder)
+        outside = strange_link(path)
         if outside:
             issues.append(f"{name}: a link that leads out of its folder, to {outside}; put the file itself there")
             continue
@@ -267,22 +268,8 @@ def _open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str]) -
     return tuple(files)
 
 
-def leads_out(path: Path, folder: Path) -> Path | None:
-    """Where `path` really is, when that is outside `folder` and outside the Hub cache the folder is a snapshot of."""
-    real, home = (Path(os.path.realpath(each)) for each in (path, folder))  # Path.resolve fails on a link to itself
-    if real.is_relative_to(home):
-        return None
-    # A Hub cache: CACHE/models--org--repo/snapshots/COMMIT/..., its files in the repo's or the whole cache's blobs.
-    for folder in home.parents:
-        if folder.name == "snapshots" and folder.parent.name.startswith("models--"):
-            repo = folder.parent
-            if real.is_relative_to(repo / "blobs") or real.is_relative_to(repo.parent / "blobs"):
-                return None
-    return real
-
-
 def _refuse_link_out(path: Path) -> None:
-    outside = leads_out(path, path.parent)
+    outside = strange_link(path)
     if outside:
         raise CheckpointError(f"{path}: a link that leads out of its folder, to {outside}; put the file itself there")
 

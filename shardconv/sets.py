@@ -10,12 +10,13 @@ from typing import Any
 
 import xxhash
 
-from .checkpoint import MANIFEST_NAME, leads_out
+from .checkpoint import MANIFEST_NAME
 from .destination import sets_in
 from .errors import SetError, ShardconvError
 from .header import FileHeader
 from .jsonfile import parse
 from .layout import FORMAT_VERSION, FileLayout, file_header
+from .links import strange_link
 from .manifest import FileRecord, Manifest
 
 
@@ -99,7 +100,7 @@ def read_files(folder: Path, manifest: Manifest, names: Collection[str]) -> tupl
 
 
 def _read_header(path: Path, layout: FileLayout, record: FileRecord, manifest: Manifest) -> FileHeader:
-    outside = leads_out(path, path.parent)
+    outside = strange_link(path)
     if outside:
         raise SetError(f"{path.name}: a link that leads out of its folder, to {outside}; put the file itself there")
     header = FileHeader.read(path)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import models
-from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, leads_out, read_config, refuse_file
+from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, read_config, refuse_file
 from .errors import CheckpointError, PlanError, UsageError
 from .jsonfile import parse, read_bounded
+from .links import files_in, link_issues
 from .pagecache import is_cached
 from .planner import Planner
 
@@ -128,7 +129,7 @@ def pipeline_components(folder: Path) -> dict[str, tuple[str, str]]:
 
 def rest_of_pipeline(folder: Path, sharded: Sequence[str]) -> list[str]:
     """Everything else that belongs to the pipeline, relative to its folder: `model_index.json`, licence and card, the
-    other components. Raises `CheckpointError` for links that lead out of it."""
+    other components. Raises `CheckpointError` for links that must not be followed (links.py) or lead nowhere."""
     about = ("LICENSE", "README", "NOTICE")
     names = [MODEL_INDEX]
     names += [
@@ -136,14 +137,8 @@ def rest_of_pipeline(folder: Path, sharded: Sequence[str]) -> list[str]:
     ]
     for component in pipeline_components(folder):
         if component not in sharded and (folder / component).is_dir():
-            inside = (path for path in (folder / component).rglob("*") if path.is_file())
-            names += sorted(str(path.relative_to(folder)) for path in inside)
-    outside = {name: leads_out(folder / name, folder) for name in names}
-    issues = [
-        f"{name}: a link that leads out of its folder, to {real}; put the file itself there"
-        for name, real in outside.items()
-        if real is not None
-    ]
+            names += sorted(str(path.relative_to(folder)) for path in files_in(folder / component))
+    issues = link_issues(names, folder)
     if issues:
         raise CheckpointError(*issues)
     return names

@@ -129,6 +129,8 @@ def of_another_degree(out: Path) -> None:
 
 
 def linked_away(out: Path) -> None:
+    """As a clone of a repo may bring it; what people link themselves is in test_links.py."""
+    (out / ".git").mkdir()
     (out / "tp2" / RANK_1).rename(out.parent / "elsewhere.safetensors")
     (out / "tp2" / RANK_1).symlink_to(out.parent / "elsewhere.safetensors")
 
