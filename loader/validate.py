@@ -20,7 +20,7 @@ from shardconv.cut import Cut
 from shardconv.errors import PlanError, SetError
 from shardconv.manifest import Manifest
 from shardconv.resolve import Resolution, resolve
-from shardconv.sets import SetFile, open_files
+from shardconv.sets import SetFile, component_of, open_files
 
 from .locate import no_set_for
 from .ranks import ranks_of_node
@@ -58,7 +58,7 @@ def open_set(folder: Path, rank: int, size: int) -> OpenSet:
     per_rank, rest = divmod(manifest.tp_degree, size)
     if rest:
         raise SetError(no_set_for(size, folder, {manifest.tp_degree: folder}))
-    component = folder.absolute().parent
+    component = component_of(folder)
     config, _ = read_config(component)
     if config["_class_name"] != manifest.model_class:
         raise SetError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from .checkpoint import MANIFEST_NAME
+from .checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .destination import sets_in
 from .errors import SetError, ShardconvError
 from .header import FileHeader
@@ -67,6 +68,13 @@ def any_set(path: Path) -> Path:
         listed = ", ".join(f"tp{degree} ({cast})" for degree, cast in casts.items())
         raise SetError(f"{path}: several sets of different dtypes, {listed}; name one of these folders")
     return next(iter(sets.values()))
+
+
+def component_of(folder: Path) -> Path:
+    """The component folder of a set, with the config that goes with it; of a set that is a link from elsewhere, the one
+    in which it really stands."""
+    beside, real = folder.absolute().parent, Path(os.path.realpath(folder)).parent
+    return real if not (beside / CONFIG_NAME).exists() and (real / CONFIG_NAME).exists() else beside
 
 
 def open_files(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> tuple[SetFile, ...]:

@@ -351,6 +351,16 @@ def test_a_set_that_a_person_linked_loads(out: Path, tmp_path: Path, way: str) -
     shardconv.reshard(out, tmp_path / "resharded", tp=2)
 
 
+def test_a_link_to_a_set_alone_finds_its_config(out: Path, tmp_path: Path) -> None:
+    """A link somewhere else to `tp1`, under whatever name: the config beside the folder itself goes with it."""
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "mine").symlink_to(out / "tp1")
+    loader.load_model(tmp_path / "links" / "mine", device="cpu", verify=True)
+    shardconv.verify(tmp_path / "links" / "mine")
+    shardconv.merge(tmp_path / "links" / "mine", tmp_path / "merged")
+    shardconv.reshard(tmp_path / "links" / "mine", tmp_path / "resharded", tp=2)
+
+
 @pytest.mark.parametrize("name", ["tp1/shardconv.json", "tp1/rank-00000-of-00001.safetensors", "config.json"])
 def test_h1_a_set_of_a_clone_must_hold_its_files(out: Path, name: str) -> None:
     """The manifest, a rank file or the config that a clone links from elsewhere is refused."""
