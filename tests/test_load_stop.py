@@ -96,7 +96,7 @@ def end_by_the_other(path: Path) -> dict[str, tuple[float, str]]:
     return ended
 
 
-LATER = 0.5  # seconds into the loading of the others
+LATER = 0.2  # seconds into the loading of the others
 
 
 def fail_later() -> None:

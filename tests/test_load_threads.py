@@ -99,11 +99,11 @@ def in_threads(*calls: Callable[[], Any]) -> list[str]:
 
 
 def load_on_groups(path: Path) -> tuple[list[str], float]:
-    """Four times a load and a model sharded in memory on each of two groups of the same ranks, side by side."""
+    """Twice a load and a model sharded in memory on each of two groups of the same ranks, side by side."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
 
     def work(group: Any) -> None:
-        for _ in range(4):
+        for _ in range(2):
             loader.load_model(path, device="cpu", group=group)
             loader.parallelize(small_sets.build(NAME), group=group)
 
@@ -167,7 +167,7 @@ def overlap_on_rank_1(path: Path) -> list[str]:
 
     def slow(*args: Any) -> None:
         taken.set()
-        time.sleep(1)
+        time.sleep(0.4)
         attach(*args)
 
     with mock.patch.object(load, "_attach", slow):
