@@ -29,4 +29,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'loader' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    from shardconv.models import DIFFUSERS
+
+    with DIFFUSERS:  # two threads that ask for the first time
+        return getattr(import_module(f".{_HOME[name]}", __name__), name)

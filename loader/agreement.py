@@ -8,6 +8,7 @@ verdict; all end by it, so that none returns while another raises.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,31 +27,80 @@ T = TypeVar("T")
 
 POLL_S = 0.05  # the longest pause between two looks at the store
 OTHERS_S = 2.0  # from a first failure on, the time that others have to tell theirs
+LOOK_S = 0.5  # the shortest pause between two looks at the processes of the others from within a step
 READ_S = 2.0  # the time that a rank stays for others to read the verdict: the store may be in its process
-_COUNTER = "shardconv/exchanges of rank"
+_COUNTER = "shardconv/calls of rank"
 
 
-def together(ranks: Ranks, step: Callable[[], T]) -> list[Any]:
+@contextmanager
+def one_call(ranks: Ranks, what: str) -> Iterator[None]:
+    """`what`, a call of this package on a group, in which `together` is used any number of times, alike on all ranks.
+
+    Ranks count their calls, so a group is in one at a time: raises `LoadError` when another thread of this process is
+    in one, and has the ranks that make this one raise it too. A call within one of the same thread is a part of it.
+    """
+    if ranks.group is None or _own_call(ranks) is not None:
+        yield
+        return
+    key = ranks.group_name, threading.get_ident()
+    with _answering_store(), _CALLS_LOCK:
+        call = _Call.begin(ranks, what)
+        others = [each for (group, _), each in _calls.items() if group == ranks.group_name and ranks.size > 1]
+        if not others:
+            _calls[key] = call
+    try:
+        if others:
+            raise _refused(ranks, call, others[0])
+        yield
+    finally:
+        _calls.pop(key, None)
+        with suppress(dist.DistError):
+            call.leave()
+
+
+def _refused(ranks: Ranks, call: _Call, other: _Call) -> LoadError:
+    error = LoadError(
+        f"group: {call.what} was called while another thread of this process is in {other.what} with the same group; "
+        "make one call after the other, or give each thread a group of its own (torch.distributed.new_group)"
+    )
+    with _answering_store():
+        _Exchange(ranks, call).give_up(error.issues)
+    return error
+
+
+def together(ranks: Ranks, step: Callable[[], T], what: str = "a call") -> list[Any]:
     """Run `step` here and on every other rank; what it gave, by rank: strings of all, other values of this one only.
 
     When it fails on any rank every rank raises: alone its own error, in a group a `LoadError` that names the ranks and
-    their reasons, the same on all. So it does when a rank's process has ended, or when a rank has not answered
-    `ranks.timeout_s` seconds after this one did. An interrupt or exit of this process is told to the others as well.
+    their reasons, the same on all. So it does when a rank's process has ended, when ranks are in different calls, or
+    when one has not answered `ranks.timeout_s` seconds after this one did. An interrupt or exit of this process is told
+    to the others as well. Outside of `one_call` it is one, of the name `what`.
     """
     if ranks.group is None:
         return [step()]
-    with _answering_store():
-        exchange = _Exchange.begin(ranks)
+    with one_call(ranks, what):
+        return _together(ranks, step)
+
+
+def _together(ranks: Ranks, step: Callable[[], T]) -> list[Any]:
+    exchange = _Exchange.begin(ranks)
     result, error = None, None
     try:
         result = step()
     except BaseException as raised:  # told to every rank, which raise it together
         error = raised
     with _answering_store():
-        exchange.answer(result if isinstance(result, str) else None, _reasons(error))
-        if error is not None and not isinstance(error, Exception):
-            raise error
-        told, issues = exchange.verdict()
+        try:
+            if error is not None and not isinstance(error, Exception):
+                raise error
+            exchange.answer(result if isinstance(result, str) else None, _reasons(error))
+            told, issues = exchange.verdict()
+        except Exception:
+            raise
+        except BaseException as raised:  # also one that comes while this rank waits for the others
+            with suppress(dist.DistError):
+                exchange.give_up(_reasons(raised))
+            raise
     if issues:
         # A fault we know needs no second traceback; one we do not know does.
         raise LoadError(*issues) from (None if isinstance(error, (ShardconvError, _Abandoned)) else error)
@@ -58,13 +108,19 @@ def together(ranks: Ranks, step: Callable[[], T]) -> list[Any]:
 
 
 def heed(ranks: Ranks) -> None:
-    """Inside a step of `together`: end it here when another rank has failed already, as what follows is for nothing."""
-    if ranks.group is None:
+    """Inside a step of `together`: end it here when another rank has failed already, or its process has ended, as what
+    follows is for nothing. To be called often."""
+    call = _own_call(ranks) if ranks.group is not None else None
+    if call is None:
         return
     with _answering_store():
-        exchange = _Exchange.current(ranks)
-        if exchange.store.check([exchange.key("failed")]):
+        exchange = _Exchange(ranks, call)
+        if call.store.check([exchange.key("failed")]):
             raise _Abandoned
+        if time.monotonic() > call.look_at:
+            call.look_at = time.monotonic() + LOOK_S
+            if any(exchange.trouble()):
+                raise _Abandoned
 
 
 class _Abandoned(Exception):
@@ -82,33 +138,78 @@ def _answering_store() -> Iterator[None]:
         ) from None
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """One call of `together`, which is the same one on all ranks as each of them counts its calls in the store."""
+@dataclass(slots=True)
+class _Call:
+    """One call of this rank on a group. Its number is that of the same call on other ranks, as all count."""
 
-    ranks: Ranks
     store: Any  # a torch.distributed.Store
+    rank: int
     number: int
+    what: str
+    step: int = -1  # that it is in, from 0
+    look_at: float = 0.0  # when `heed` may look at the processes of the others, by `time.monotonic`
 
     @classmethod
-    def begin(cls, ranks: Ranks) -> _Exchange:
-        exchange = cls.current(ranks, step=1)
-        exchange.store.set(exchange.key(f"process {ranks.rank}"), this_process())
-        return exchange
-
-    @classmethod
-    def current(cls, ranks: Ranks, step: int = 0) -> _Exchange:
+    def begin(cls, ranks: Ranks, what: str) -> _Call:
         store = _world.pg_map[ranks.group][1]  # there is no public way to it
-        return cls(ranks, store, store.add(f"{_COUNTER} {ranks.rank}", step))
+        number = store.add(f"{_COUNTER} {ranks.rank}", 1)
+        call = cls(store, ranks.rank, number, what)
+        store.set(_process_key(ranks.rank), this_process())
+        store.set(call.key(f"call {ranks.rank}"), what)
+        return call
 
     def key(self, what: object) -> str:
         return f"shardconv/{self.number}/{what}"
+
+    def leave(self) -> None:
+        self.store.set(self.key(f"left {self.rank}"), "")
+
+
+def _process_key(rank: int) -> str:
+    """Of the whole group, so that one which ended between two calls is known too."""
+    return f"shardconv/process {rank}"
+
+
+_calls: dict[tuple[str, int], _Call] = {}  # that this process is in, by name of the group and thread
+_CALLS_LOCK = threading.Lock()
+
+
+def _own_call(ranks: Ranks) -> _Call | None:
+    """The call that this thread is in."""
+    return _calls.get((ranks.group_name, threading.get_ident()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """One use of `together`: a step of a call."""
+
+    ranks: Ranks
+    call: _Call
+
+    @classmethod
+    def begin(cls, ranks: Ranks) -> _Exchange:
+        """The next one of this thread's call."""
+        call = _calls[ranks.group_name, threading.get_ident()]
+        call.step += 1
+        return cls(ranks, call)
+
+    @property
+    def store(self) -> Any:
+        return self.call.store
+
+    def key(self, what: object) -> str:
+        return self.call.key(f"{max(0, self.call.step)}/{what}")
 
     def answer(self, told: str | None, reasons: Sequence[str]) -> None:
         """Tell the result of this rank, or for which reasons there is none."""
         self.store.set(self.key(self.ranks.rank), json.dumps([told, reasons]))
         if reasons:
             self.store.set(self.key("failed"), "")
+
+    def give_up(self, reasons: Sequence[str]) -> None:
+        """Tell why this rank takes no part any more; it will not read the verdict, so nobody need wait for that."""
+        self.answer(None, reasons)
+        self.store.add(self.key("read"), 1)
 
     def verdict(self) -> tuple[list[str | None], list[str]]:
         """What each rank told, and the issues of all: read when somebody has written it, or written by this rank."""
@@ -119,11 +220,11 @@ class _Exchange:
             if failed_at is None and self.store.check([self.key("failed")]):
                 failed_at = now
             silent = self._silent()
-            blamed = {rank: why for rank in silent if (why := self._ended(rank))}
+            blamed, mixed = self.trouble()
             if now - start > self.ranks.timeout_s:
                 blamed = dict.fromkeys(silent, self._overdue()) | blamed
-            if not silent or blamed or (failed_at is not None and now - failed_at > OTHERS_S):
-                self._decide(blamed)
+            if not silent or blamed or mixed or (failed_at is not None and now - failed_at > OTHERS_S):
+                self._decide(blamed, mixed)
                 continue
             time.sleep(min(POLL_S, 0.001 + (now - start) / 20))
         told, issues = json.loads(self.store.get(self.key("verdict")))
@@ -134,12 +235,29 @@ class _Exchange:
     def _silent(self) -> list[int]:
         return [rank for rank in range(self.ranks.size) if not self.store.check([self.key(rank)])]
 
-    def _ended(self, rank: int) -> str | None:
-        """The reason of a rank that cannot answer any more."""
-        key = self.key(f"process {rank}")
-        if not self.store.check([key]) or not has_ended(process := self.store.get(key).decode()):
-            return None
-        return f"its process ({process.split()[1]}) ended while it was loading; see its output, or was memory short?"
+    def trouble(self) -> tuple[dict[int, str], list[str]]:
+        """Why this exchange will fail, as far as can be known before all have answered: reasons of ranks that never
+        will, by rank, and an issue when ranks are in different calls."""
+        lost = {rank: why for rank in self._silent() if (why := self._lost(rank))}
+        calls = {rank: self._known(self.call.key(f"call {rank}")) for rank in range(self.ranks.size)}
+        if len(set(calls.values()) - {None}) == 1:
+            return lost, []
+        where = ", ".join(f"rank {rank} in {what}" for rank, what in calls.items() if what)
+        return lost, [f"the ranks are in different calls, {where}; have all make the same calls in one order"]
+
+    def _lost(self, rank: int) -> str | None:
+        """The reason of a silent rank that will not answer any more."""
+        if self._known(self.call.key(f"left {rank}")) is not None:
+            return f"left {self.call.what} before this step; see its output, and have all ranks make the same calls"
+        process = self._known(_process_key(rank))
+        if process and has_ended(process):
+            pid = process.split()[1]
+            return f"its process ({pid}) ended while it was loading; see its output, or was memory short?"
+        return None
+
+    def _known(self, key: str) -> str | None:
+        """What a rank has told already."""
+        return self.store.get(key).decode() if self.store.check([key]) else None
 
     def _overdue(self) -> str:
         return (
@@ -147,14 +265,15 @@ class _Exchange:
             "timeout="
         )
 
-    def _decide(self, blamed: dict[int, str]) -> None:
-        """Write the verdict, unless another rank has: by the answers there are now, and `blamed` for want of one."""
+    def _decide(self, blamed: dict[int, str], mixed: list[str]) -> None:
+        """Write the verdict, unless another rank has: by the answers there are now, `blamed` for want of one, and
+        `mixed`."""
         silent = self._silent()
         told: dict[int, str | None] = {}
         reasons = {rank: [why] for rank, why in blamed.items()}
         for rank in set(range(self.ranks.size)) - set(silent):
             told[rank], reasons[rank] = json.loads(self.store.get(self.key(rank)))
-        issues = merged([reasons.get(rank, []) for rank in range(self.ranks.size)])
+        issues = merged([reasons.get(rank, []) for rank in range(self.ranks.size)]) + mixed
         if issues or not silent:  # else a blamed rank has answered in the meantime, and others are still at work
             verdict = [[told.get(rank) for rank in range(self.ranks.size)], issues]
             self.store.compare_set(self.key("verdict"), "", json.dumps(verdict))

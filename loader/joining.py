@@ -9,18 +9,21 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO
 
 import torch
 
+from shardconv.crew import Crew, check_stop
 from shardconv.cut import Cut
 from shardconv.dtypes import torch_dtype
 from shardconv.errors import SetError
 from shardconv.header import TensorEntry
 from shardconv.sets import SetFile
+
+from .transfer import CHUNK_NBYTES, READERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +51,14 @@ def join(
     `cuts` has every tensor of the files; one that is not cut is taken from the first. Tensors are made one after the
     other, so that there is the result and no more than one tensor of it, in host memory and on an accelerator each.
 
-    Raises `SetError` when a file is shorter than its header said, `OSError` when the system refuses a read.
+    Raises `SetError` when a file is shorter than its header said, `OSError` when the system refuses a read, `Stopped`
+    as `check_stop` does.
     """
     tensors = {}
     largest = max((entry.nbytes for entry in files[0].header.tensors), default=0)
     with ExitStack() as stack:
         opened = [stack.enter_context(open(file.path, "rb", buffering=0)) for file in files]
-        executor = stack.enter_context(ThreadPoolExecutor(len(files), "loader-join"))
+        crew = stack.enter_context(Crew(min(len(files), READERS), "loader-join"))
         buffers = [torch.empty(largest, dtype=torch.uint8, pin_memory=device.type != "cpu") for _ in files]
         for entries in zip(*(file.header.tensors for file in files), strict=True):
             cut = cuts[entries[0].name]
@@ -66,7 +70,7 @@ def join(
                 tensors[entries[0].name] = slices[0].copy_on(device)
             else:
                 blocks = [size // degree for size in cut.block_sizes]
-                tensors[entries[0].name] = _join(slices, cut.dim, blocks, device, executor)
+                tensors[entries[0].name] = _join(slices, cut.dim, blocks, device, crew)
     return tensors
 
 
@@ -98,16 +102,15 @@ class _Slice:
         left = target.reshape(-1).view(torch.uint8).numpy().data
         offset = self.offset + start
         while left:
-            got = os.preadv(self.file.fileno(), [left], offset)
+            check_stop()
+            got = os.preadv(self.file.fileno(), [left[:CHUNK_NBYTES]], offset)
             if got == 0:
                 name = os.path.basename(self.file.name)
                 raise SetError(f"{name}: ends at byte {offset:,}, its header promised more; fetch it again")
             left, offset = left[got:], offset + got
 
 
-def _join(
-    slices: Sequence[_Slice], dim: int, blocks: Sequence[int], device: torch.device, executor: ThreadPoolExecutor
-) -> torch.Tensor:
+def _join(slices: Sequence[_Slice], dim: int, blocks: Sequence[int], device: torch.device, crew: Crew) -> torch.Tensor:
     """The tensor of which every slice holds `blocks` along `dim`, the slices read side by side."""
     entry = slices[0].entry
     shape = [nr * len(slices) if each == dim else nr for each, nr in enumerate(entry.shape)]
@@ -125,6 +128,5 @@ def _join(
             else:
                 target.copy_(held.narrow(dim, part.start, part.length))
 
-    for done in [executor.submit(place, position) for position in range(len(slices))]:
-        done.result()
+    crew.results([crew.submit(partial(place, position)) for position in range(len(slices))])
     return joined

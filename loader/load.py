@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardconv import models
+from shardconv.crew import PATIENCE_S, Crew, check_stop, stoppable
 from shardconv.dtypes import torch_dtype
 from shardconv.errors import LoadError, SetError, UsageError
 from shardconv.header import REAL_FLOATS, FileHeader
@@ -21,7 +22,7 @@ from shardconv.manifest import Manifest
 from shardconv.pagecache import is_cached
 
 from . import remote
-from .agreement import heed, together
+from .agreement import heed, one_call, together
 from .joining import join
 from .locate import find_set
 from .parallel import apply, check_layers
@@ -83,29 +84,40 @@ def load_model(
         SetError, CheckpointError, UsageError, HubError: the same when one process runs alone.
     """
     ranks = ranks_of(group, timeout)
-    place, inside = path, subfolder
-    if remote.is_repo(path, ranks):
-        asking = remote.Asking(revision, token, cache_dir, local_files_only, force_download)
-        place, inside = remote.fetch_set(os.fspath(path), subfolder, ranks, asking), None
-    model: nn.Module | None = None
+    with one_call(ranks, "load_model"):
+        place, inside = path, subfolder
+        if remote.is_repo(path, ranks):
+            asking = remote.Asking(revision, token, cache_dir, local_files_only, force_download)
+            place, inside = remote.fetch_set(os.fspath(path), subfolder, ranks, asking), None
+        model: nn.Module | None = None
+        given_up = threading.Event()
 
-    def load() -> str:
-        nonlocal model
-        _check_dtype(dtype)
-        if transfer not in (None, *TRANSFERS):
-            raise UsageError(f"transfer: expected {' or '.join(map(repr, TRANSFERS))}, found {transfer!r}")
-        model, conversion_id = _load_rank(place, inside, place_of(device), dtype, ranks, verify, transfer)
-        return f"{conversion_id} as {dtype or 'stored'}"
+        def load() -> str:
+            nonlocal model
+            _check_dtype(dtype)
+            if transfer not in (None, *TRANSFERS):
+                raise UsageError(f"transfer: expected {' or '.join(map(repr, TRANSFERS))}, found {transfer!r}")
+            model, conversion_id = _load_rank(
+                place, inside, place_of(device), dtype, ranks, verify, transfer, given_up.is_set
+            )
+            return f"{conversion_id} as {dtype or 'stored'}"
 
-    ids = together(ranks, load)
-    if len(set(ids)) > 1:
-        raise LoadError(
-            f"{path}: the ranks load different things ({', '.join(map(str, ids))}); give every node the same set and "
-            "every rank the same dtype"
-        )
+        try:
+            _check_same(together(ranks, load))
+        except BaseException:
+            given_up.set()
+            raise
     assert model is not None
     model.register_to_config(_name_or_path=os.fspath(path))  # type: ignore[operator]
     return model
+
+
+def _check_same(loaded: Collection[object]) -> None:
+    if len(set(loaded)) > 1:
+        raise LoadError(
+            f"load_model: the ranks load different things ({', '.join(map(str, loaded))}); give every node the same "
+            "set and every rank the same dtype"
+        )
 
 
 def _check_dtype(dtype: object) -> None:
@@ -123,15 +135,17 @@ def _load_rank(
     ranks: Ranks,
     verify: bool,
     transfer: str | None = None,
+    given_up: Callable[[], bool] = lambda: False,
 ) -> tuple[nn.Module, str]:
-    """This rank's model and the id of its conversion; no other rank is waited for."""
+    """This rank's model and the id of its conversion; no other rank is waited for. Pages of a mapped file may come in
+    after that, until `given_up()`."""
     opened = open_set(find_set(path, subfolder, ranks.size), ranks.rank, ranks.size)
-    manifest = opened.manifest
+    manifest, wanted = opened.manifest, partial(heed, ranks)
     with (
-        _reading(opened, device, transfer) as (stored, loaded),
-        checking(opened, stored) if verify else nullcontext(lambda: None) as check,
+        _reading(opened, device, transfer, wanted, given_up) as (stored, loaded),
+        checking(opened, stored, wanted) if verify else nullcontext(lambda: None) as check,
     ):
-        cls = models.model_class(manifest.model_class, opened.config.get("_diffusers_version"))
+        cls = models.model_class(manifest.model_class, opened.config)
         model = models.skeleton(cls, opened.config, _building_dtype(manifest, dtype))
         resolution = check_model(opened, model)
         check_layers(model, resolution.modules)
@@ -140,7 +154,9 @@ def _load_rank(
         tensors = {name: tensor for take in loaded for name, tensor in take().items()}
     del stored, loaded  # they keep what a cast replaces
     if dtype is not None:
-        _cast(tensors, dtype, models.keep_in_fp32(cls))
+        cast = partial(_cast, tensors, dtype, models.keep_in_fp32(cls))
+        # Of mapped files it reads every page; on an accelerator it belongs on the stream of this thread.
+        stoppable(cast, wanted, "loader-cast") if device.type == "cpu" else cast()
     _attach(model, tensors, device)
     if ranks.size > 1:
         apply(model, resolution, ranks)
@@ -148,41 +164,48 @@ def _load_rank(
 
 
 @contextmanager
-def _reading(opened: OpenSet, device: torch.device, transfer: str | None) -> Iterator[tuple[list[Take], list[Take]]]:
+def _reading(
+    opened: OpenSet,
+    device: torch.device,
+    transfer: str | None,
+    wanted: Callable[[], None],
+    given_up: Callable[[], bool],
+) -> Iterator[tuple[list[Take], list[Take]]]:
     """Bytes move while the model's skeleton is built. What gives the tensors of each of this rank's files as they stand
-    there, for checking; and what gives the model's tensors together."""
+    there, for checking; and what gives the model's tensors together, asking `wanted` while it waits."""
     transfer = transfer or ("mmap" if device.type == "cpu" else "read")
     cold = [file.path for file in opened.files if transfer == "mmap" and not is_cached(file.path)]
     if cold:
-        read_ahead(cold)
-    with ThreadPoolExecutor(1, "loader-transfer") as executor:
+        read_ahead(cold, given_up)
+    with Crew(1, "loader-transfer", heed=wanted, patience_s=PATIENCE_S) as crew:
         single = {
-            file.path: executor.submit(_transfer, file.path, file.header, device, transfer) for file in opened.single
+            file.path: crew.submit(partial(_transfer, file.path, file.header, device, transfer))
+            for file in opened.single
         }
-        pending = list(single.values())
-        if device.type != "cpu":
-            pending.append(executor.submit(_joined, opened, device))
+        joined = partial(crew.submit, partial(_joined, opened, device))
+        pending = [*single.values(), *([] if device.type == "cpu" else [joined()])]
         stored: list[Take] = [
             single[file.path].result if file.path in single else partial(map_file, file.path, file.header)
             for file in opened.files
         ]
-        loaded: list[Take] = [future.result for future in pending]
+        loaded: list[Take] = [partial(crew.result, future) for future in pending]
         if device.type == "cpu":  # memory that is not taken before the ranks agree to go on
-            loaded.append(partial(_joined, opened, device))
-        try:
-            yield stored, loaded
-        finally:
-            for future in pending:
-                future.cancel()
+            loaded.append(lambda: crew.result(joined()))
+        yield stored, loaded
 
 
 def _transfer(path: Path, header: FileHeader, device: torch.device, transfer: str) -> Mapping[str, torch.Tensor]:
     """The tensors of one file on `device`."""
+    if transfer == "read":
+        return read_into_memory(path, header) if device.type == "cpu" else read_file(path, header, device)
+    mapped = map_file(path, header)
     if device.type == "cpu":
-        return map_file(path, header) if transfer == "mmap" else read_into_memory(path, header)
-    if transfer == "mmap":
-        return {name: tensor.to(device) for name, tensor in map_file(path, header).items()}
-    return read_file(path, header, device)
+        return mapped
+    moved = {}
+    for name, tensor in mapped.items():
+        check_stop()
+        moved[name] = tensor.to(device)
+    return moved
 
 
 def _joined(opened: OpenSet, device: torch.device) -> Mapping[str, torch.Tensor]:
@@ -207,6 +230,7 @@ def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype, fp32_modules: tu
     """In place, one after the other, so that no two copies of all of them stand side by side."""
     real = {torch_dtype(name) for name in REAL_FLOATS}
     for name, tensor in tensors.items():
+        check_stop()
         if tensor.dtype in real:
             tensors[name] = tensor.to(torch.float32 if models.kept_in_fp32(name, fp32_modules) else dtype)
 

@@ -7,10 +7,14 @@ heads would run and be quietly wrong. Each class here follows the dtype rules of
 from __future__ import annotations
 
 import torch
-from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 from torch import nn
 
+from shardconv.models import DIFFUSERS
+
 from .linear import sum_over_ranks
+
+with DIFFUSERS:
+    from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

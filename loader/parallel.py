@@ -15,11 +15,11 @@ from torch import nn
 from shardconv.auto_rows import AUTO_ROWS, auto_rows
 from shardconv.cut import Cut
 from shardconv.errors import LoadError, PlanError, ShardconvWarning, UsageError
-from shardconv.models import class_plan, other_plan
+from shardconv.models import DIFFUSERS, class_plan, other_plan
 from shardconv.plan import Plan, Style, parse_plan, read_plan_file
 from shardconv.resolve import PlannedModule, Resolution, resolve
 
-from .agreement import together
+from .agreement import one_call, together
 from .fixups import make_counts_local, slice_ropes, sum_outputs
 from .linear import make_local, make_local_conv
 from .ranks import Ranks, ranks_of
@@ -56,19 +56,21 @@ def parallelize(
             ranks hold different weights, the model is already sharded, quantized, offloaded or has LoRA layers.
     """
     ranks = ranks_of(group)
-    resolution = together(ranks, lambda: _resolve(model, tp, plan, ranks, lean))[ranks.rank]
-    if len(set(together(ranks, lambda: _fingerprint(model, resolution)))) > 1:
-        raise LoadError(
-            f"{type(model).__name__}: the ranks hold different weights, configs or plans, so that their slices would "
-            "not fit together; load the same checkpoint on every rank, or seed them alike, and give every rank one plan"
-        )
+    with one_call(ranks, "parallelize"):
+        resolution = together(ranks, lambda: _resolve(model, tp, plan, ranks, lean))[ranks.rank]
+        if len(set(together(ranks, lambda: _fingerprint(model, resolution)))) > 1:
+            raise LoadError(
+                f"{type(model).__name__}: the ranks hold different weights, configs or plans, so that their slices "
+                "would not fit together; load the same checkpoint on every rank, or seed them alike, and give every "
+                "rank one plan"
+            )
 
-    def change() -> None:
-        if ranks.size > 1:
-            _slice_parameters(model, resolution.cuts, ranks)
-            apply(model, resolution, ranks)
+        def change() -> None:
+            if ranks.size > 1:
+                _slice_parameters(model, resolution.cuts, ranks)
+                apply(model, resolution, ranks)
 
-    together(ranks, change)
+        together(ranks, change)
     for text in resolution.warnings:
         warnings.warn(text, ShardconvWarning, stacklevel=2)
     return model.eval().requires_grad_(False)
@@ -189,10 +191,11 @@ def apply(model: nn.Module, resolution: Resolution, ranks: Ranks) -> None:
 
 def _mark_parallel(model: nn.Module, ranks: Ranks) -> None:
     """Make diffusers' own refusals for a sharded model apply to this one, and add our way out to them."""
-    try:
-        from diffusers import ParallelConfig, TensorParallelConfig
-    except ImportError:
-        from diffusers.models._modeling_parallel import ParallelConfig, TensorParallelConfig
+    with DIFFUSERS:
+        try:
+            from diffusers import ParallelConfig, TensorParallelConfig
+        except ImportError:
+            from diffusers.models._modeling_parallel import ParallelConfig, TensorParallelConfig
 
     config = ParallelConfig(tensor_parallel_config=TensorParallelConfig(tp_degree=ranks.size))
     model._parallel_config = config

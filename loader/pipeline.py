@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from shardconv.crew import stoppable
 from shardconv.destination import sets_in
-from shardconv.errors import SetError, UsageError
+from shardconv.errors import LoadError, SetError, UsageError
+from shardconv.models import DIFFUSERS
 from shardconv.sources import MODEL_INDEX, pipeline_components
 
 from . import remote
-from .agreement import together
+from .agreement import heed, one_call, together
 from .load import load_model
 from .parallel import WAY_OUT
 from .ranks import TIMEOUT_S, Ranks, place_of, ranks_of
@@ -57,30 +60,50 @@ def load_pipeline(
         if name in components:
             raise UsageError(f"{name}: not an option here; use {instead}")
     ranks = ranks_of(group, timeout)
-    place = together(ranks, lambda: place_of(device))[ranks.rank]
-    if remote.is_repo(path, ranks):
-        asking = remote.Asking(revision, token, cache_dir, local_files_only, force_download)
-        path = remote.fetch_pipeline(os.fspath(path), components, components.get("variant"), ranks, asking)
-    sharded = together(ranks, lambda: _sharded_components(Path(path), components))[ranks.rank]
-    for name in sharded:
-        components[name] = load_model(
-            path,
-            subfolder=name,
-            device=place,
-            dtype=dtype,
-            group=group,
-            verify=verify,
-            transfer=transfer,
-            timeout=timeout,
+    with one_call(ranks, "load_pipeline"):
+        place = together(ranks, lambda: place_of(device))[ranks.rank]
+        if remote.is_repo(path, ranks):
+            asking = remote.Asking(revision, token, cache_dir, local_files_only, force_download)
+            path = remote.fetch_pipeline(os.fspath(path), components, components.get("variant"), ranks, asking)
+        sharded = _agreed(together(ranks, lambda: " ".join(_sharded_components(Path(path), components))))
+        for name in sharded:
+            components[name] = load_model(
+                path,
+                subfolder=name,
+                device=place,
+                dtype=dtype,
+                group=group,
+                verify=verify,
+                transfer=transfer,
+                timeout=timeout,
+            )
+        if dtype is None and sharded:  # the others in the dtype of the sharded one, not in fp32 as diffusers would
+            dtype = components[sharded[0]].dtype
+        if dtype is not None:
+            components["torch_dtype"] = dtype
+        assemble = partial(_assemble, path, components, place, ranks)
+        return together(ranks, lambda: stoppable(assemble, partial(heed, ranks), "loader-assemble"))[ranks.rank]
+
+
+def _agreed(told: Sequence[str]) -> list[str]:
+    """The sharded components to load, which must be the same on all ranks."""
+    if len(set(told)) > 1:
+        found = ", ".join(f"rank {rank} {names or 'none'}" for rank, names in enumerate(told))
+        raise LoadError(
+            f"load_pipeline: the ranks find different sharded components to load ({found}); give every node the same "
+            "folder, and every rank the same components"
         )
-    if dtype is None and sharded:  # the others in the dtype of the sharded one, not in fp32 as diffusers would
-        dtype = components[sharded[0]].dtype
-    if dtype is not None:
-        components["torch_dtype"] = dtype
-    return together(ranks, lambda: _assemble(path, components, place, ranks))[ranks.rank]
+    return told[0].split()
 
 
 def _assemble(path: str | os.PathLike[str], components: dict[str, Any], place: torch.device, ranks: Ranks) -> Any:
+    with DIFFUSERS:
+        return _from_pretrained(path, components, place_of(place), ranks)
+
+
+def _from_pretrained(
+    path: str | os.PathLike[str], components: dict[str, Any], place: torch.device, ranks: Ranks
+) -> Any:
     import diffusers
 
     # Called on the base class, diffusers 0.42.1 takes no components that the pipeline's own class calls optional, such

@@ -49,7 +49,7 @@ def ranks_of(group: Any = None, timeout: float = TIMEOUT_S) -> Ranks:
         except (IndexError, RuntimeError):  # what torch raises in a process that is not in the mesh
             raise LoadError(_outside()) from None
     if not (dist.is_available() and dist.is_initialized()):
-        world = os.environ.get("WORLD_SIZE", "1")
+        world = os.environ.get("WORLD_SIZE") or "1"
         if group is not None or world != "1":
             raise LoadError(
                 f"WORLD_SIZE is {world} but torch.distributed is not initialized; call "
@@ -61,6 +61,12 @@ def ranks_of(group: Any = None, timeout: float = TIMEOUT_S) -> Ranks:
     if rank < 0:
         raise LoadError(_outside())
     return Ranks(rank, dist.get_world_size(group), group, timeout)
+
+
+def ranks_of_node() -> int:
+    """How many ranks share this machine, as torchrun says (LOCAL_WORLD_SIZE); 1 when nobody says a number."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(told)) if told.isascii() and told.isdigit() else 1
 
 
 def _outside() -> str:
@@ -88,7 +94,10 @@ def default_device() -> torch.device:
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     visible = torch.accelerator.device_count()
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    told = os.environ.get("LOCAL_RANK") or "0"
+    if not (told.isascii() and told.isdigit()):
+        raise LoadError(f'LOCAL_RANK: expected a number, found {told!r}; start with torchrun, or pass device="cuda:0"')
+    local = int(told)
     if local >= visible:
         raise LoadError(
             f"LOCAL_RANK is {local} but {visible} accelerator(s) are visible; start fewer ranks on this node, or, "

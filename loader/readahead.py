@@ -12,7 +12,7 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 CHUNK_NBYTES = 8 << 20  # bytes asked for at once
@@ -29,29 +29,39 @@ def prefetch(
 
     `rank` and `size` are those of the group that shares the model; None takes torchrun's RANK and WORLD_SIZE. Ranks of
     one node read their part of the replicated file each. Returns at once, with the thread that ends when all is read.
+    Raises nothing: what is wrong, with the folder or with the environment, loading meets as well, and tells.
     """
-    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-    size = int(os.environ.get("WORLD_SIZE", "1")) if size is None else size
-    return read_ahead(
-        file for folder in _sets(Path(path) / (subfolder or ""), size) for file in _own(folder, rank, size)
-    )
+    rank = _number("RANK", 0) if rank is None else rank
+    size = _number("WORLD_SIZE", 1) if size is None else size
+    return read_ahead(_files(path, subfolder, rank, size))
 
 
-def read_ahead(files: Iterable[Path]) -> threading.Thread:
-    """Begin reading `files`, of `replicated.safetensors` this rank's share among those of its node; see `prefetch`."""
-    spans = [(path, *_share(path)) for path in files]
-    thread = threading.Thread(target=_read_spans, args=(spans,), name="loader-prefetch", daemon=True)
+def read_ahead(files: Iterable[Path], given_up: Callable[[], bool] = lambda: False) -> threading.Thread:
+    """Begin reading `files`, of `replicated.safetensors` this rank's share among those of its node, until all is read
+    or `given_up()`; see `prefetch`."""
+    local, nr_local = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
+
+    def read() -> None:
+        with contextlib.suppress(Exception):  # of whatever kind: nothing here is for us to report
+            for path in files:
+                shared = path.name == "replicated.safetensors" and 0 <= local < nr_local
+                _read(path, local if shared else 0, nr_local if shared else 1, given_up)
+
+    thread = threading.Thread(target=read, name="loader-prefetch", daemon=True)
     thread.start()
     return thread
 
 
-def _share(path: Path) -> tuple[int, int]:
-    """(start, exclusive end) in bytes of what this rank reads of a file."""
-    nbytes = path.stat().st_size
-    if path.name != "replicated.safetensors":
-        return 0, nbytes
-    local, nr_local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return nbytes * local // nr_local, nbytes * (local + 1) // nr_local
+def _number(name: str, default: int) -> int:
+    """What the environment says; -1, which is no rank and no number of ranks, when that is no number."""
+    told = os.environ.get(name, "").strip()
+    return default if not told else int(told) if re.fullmatch(r"\d{1,9}", told, re.ASCII) else -1
+
+
+def _files(path: str | os.PathLike[str], subfolder: str | None, rank: int, size: int) -> Iterator[Path]:
+    if 0 <= rank < size:
+        for folder in _sets(Path(path) / (subfolder or ""), size):
+            yield from _own(folder, rank, size)
 
 
 def _sets(folder: Path, size: int) -> list[Path]:
@@ -79,13 +89,17 @@ def _own(folder: Path, rank: int, size: int) -> list[Path]:
     return files
 
 
-def _read_spans(spans: list[tuple[Path, int, int]]) -> None:
-    """Have the system read, and throw away: nothing is copied, and the interpreter lock is free meanwhile."""
-    with contextlib.suppress(OSError), open(os.devnull, "wb", buffering=0) as nowhere:  # loading meets the same fault
-        for path, start, end in spans:
-            with open(path, "rb", buffering=0) as file:
-                while start < end:
-                    sent = os.sendfile(nowhere.fileno(), file.fileno(), start, min(CHUNK_NBYTES, end - start))
-                    if sent == 0:  # the file is shorter now
-                        break
-                    start += sent
+def _read(path: Path, part: int, parts: int, given_up: Callable[[], bool]) -> None:
+    """Have the system read one of so many equal parts, and throw it away: nothing is copied, and the interpreter lock
+    is free meanwhile. A file that cannot be read is passed over."""
+    with contextlib.suppress(OSError), open(os.devnull, "wb", buffering=0) as nowhere:
+        if not path.is_file():  # a pipe would never end
+            return
+        with open(path, "rb", buffering=0) as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            start, end = nbytes * part // parts, nbytes * (part + 1) // parts
+            while start < end and not given_up():
+                sent = os.sendfile(nowhere.fileno(), file.fileno(), start, min(CHUNK_NBYTES, end - start))
+                if sent == 0:  # the file is shorter now
+                    break
+                start += sent

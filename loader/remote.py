@@ -7,18 +7,20 @@ import os
 import socket
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shardconv.checkpoint import CONFIG_NAME, MANIFEST_NAME
+from shardconv.crew import stoppable
 from shardconv.destination import set_folder_name
-from shardconv.errors import SetError, UsageError
+from shardconv.errors import LoadError, SetError, UsageError
 from shardconv.fetching import component_files
 from shardconv.hub import Listing, RemoteFile, Repo, cache_folder, degrees_in, is_repo_name
 from shardconv.layout import REPLICATED_FILE, rank_file_name
 from shardconv.sources import MODEL_INDEX, pipeline_components
 
-from .agreement import together
+from .agreement import heed, together
 from .ranks import Ranks
 
 FETCH_S = 12 * 3600  # that a rank waits for others to download; one whose process ends is noticed before
@@ -43,10 +45,30 @@ class Asking:
 
 
 def is_repo(path: str | os.PathLike[str], ranks: Ranks) -> bool:
-    """Whether `path` names a repo; a folder of that name, on any rank's disk, comes first."""
-    if not is_repo_name(os.fspath(path)):
+    """Whether `path` names a repo: it can be one, and there is no folder of that name, which comes first.
+
+    Every rank must call it, whatever its name for the place looks like. Raises `LoadError` when it is a repo for some
+    ranks only, and when they name different ones.
+    """
+
+    def look() -> str:
+        name = os.fspath(path)
+        return f"folder {name}" if Path(name).exists() else f"repo {name}" if is_repo_name(name) else f"nothing {name}"
+
+    places = [told.split(" ", 1) for told in together(ranks, look)]
+    if "repo" not in {kind for kind, _ in places}:
         return False
-    return "here" not in together(ranks, lambda: "here" if Path(path).exists() else "")
+    if len({kind for kind, _ in places}) > 1:
+        how = {"folder": "the folder {}", "repo": "no folder {}, so a Hub repo", "nothing": "no folder {}"}
+        found = "; ".join(f"rank {rank}: {how[kind].format(name)}" for rank, (kind, name) in enumerate(places))
+        raise LoadError(
+            f"path: expected one place for all ranks, found {found}; put the folder on every node, or, to load the "
+            "repo, take it away"
+        )
+    if len({name for _, name in places}) > 1:
+        names = ", ".join(f"{name} on rank {rank}" for rank, (_, name) in enumerate(places))
+        raise LoadError(f"path: expected one repo for all ranks, found {names}; give every rank the same")
+    return True
 
 
 def needed_files(degree: int, rank: int, size: int) -> list[str]:
@@ -95,7 +117,8 @@ def _begin(repo: Repo, first: list[str], ranks: Ranks, asking: Asking) -> tuple[
     place = _place(cache_folder(repo.cache_dir))
 
     def ask() -> str:
-        found = repo.pin(asking.revision, first) if ranks.rank == 0 else None
+        pin = partial(repo.pin, asking.revision, first)
+        found = stoppable(pin, partial(heed, ranks), "loader-pin") if ranks.rank == 0 else None
         files = [[file.name, file.nbytes, file.digest] for file in found.files.values()] if found else []
         return json.dumps([place, found.commit if found else "", files])
 
@@ -126,14 +149,16 @@ def _fetch(
 ) -> Path:
     """Fetch `own` on every rank, `shared` on the leading ones; then all of them find all in their cache."""
 
-    def fetch() -> None:
-        names = [*own, *(shared() if leads else [])]
-        if names:
-            repo.fetch(listing, names, force=asking.force_download)
-
     patient = replace(ranks, timeout_s=FETCH_S)
+    wanted = partial(heed, patient)
+
+    def fetch() -> None:
+        names = [*own, *(stoppable(shared, wanted, "loader-fetch") if leads else [])]
+        if names:
+            repo.fetch(listing, names, force=asking.force_download, heed=wanted)
+
     together(patient, fetch)
-    folder: Path = together(patient, lambda: repo.fetch(listing, [*own, *shared()]))[ranks.rank]
+    folder: Path = together(patient, lambda: repo.fetch(listing, [*own, *shared()], heed=wanted))[ranks.rank]
     return folder
 
 

@@ -15,12 +15,12 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 
+from shardconv.crew import Crew, check_stop
 from shardconv.dtypes import torch_dtype
 from shardconv.errors import SetError, ShardconvWarning
 from shardconv.header import DATA_ALIGNMENT, FileHeader, TensorEntry
@@ -106,7 +106,7 @@ def read_file(
     """Tensors of `path` on `device`, views into one allocation there; every byte is read when this returns.
 
     `chunk` is in bytes, a multiple of 4096. Raises `SetError` when the file is shorter than its header said, `OSError`
-    when the system refuses a read; no thread is left behind.
+    when the system refuses a read, `Stopped` as `check_stop` does; no thread is left behind.
     """
     nbytes = header.file_nbytes - header.data_start
     data = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -146,25 +146,21 @@ def _opened(path: Path, direct: bool) -> Iterator[int]:
 def _share_out(nbytes: int, chunk: int, reading: Callable[[], AbstractContextManager[Read]]) -> None:
     """Have READERS threads, each inside a `reading()` of its own, read `nbytes` from the front, chunk by chunk."""
     starts = iter(range(0, nbytes, chunk))
-    lock, stop = threading.Lock(), threading.Event()
+    lock = threading.Lock()
 
     def read_some() -> None:
-        try:
-            with reading() as read:
-                while not stop.is_set():
-                    with lock:
-                        start = next(starts, None)
-                    if start is None:
-                        break
-                    read(start, min(start + chunk, nbytes))
-        except BaseException:
-            stop.set()
-            raise
+        with reading() as read:
+            while True:
+                check_stop()
+                with lock:
+                    start = next(starts, None)
+                if start is None:
+                    break
+                read(start, min(start + chunk, nbytes))
 
-    with ThreadPoolExecutor(READERS, "shardconv-read") as executor:
-        futures = [executor.submit(read_some) for _ in range(min(READERS, max(1, -(-nbytes // chunk))))]
-    for future in futures:
-        future.result()
+    nr = min(READERS, max(1, -(-nbytes // chunk)))
+    with Crew(nr, "shardconv-read") as crew:
+        crew.results([crew.submit(read_some) for _ in range(nr)])
 
 
 def _read_chunk(fd: int, path: Path, buffer: memoryview, nbytes: int, offset: int) -> None:
@@ -172,10 +168,11 @@ def _read_chunk(fd: int, path: Path, buffer: memoryview, nbytes: int, offset: in
     done = 0
     asked = min(len(buffer), -(-nbytes // DATA_ALIGNMENT) * DATA_ALIGNMENT)
     while done < nbytes:
+        check_stop()
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)  # before the read: another reader may meet the same refusal meanwhile
         try:
             got = os.preadv(fd, [buffer[done:asked]], offset + done)
         except OSError as error:
-            flags = fcntl.fcntl(fd, fcntl.F_GETFL)
             if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                 raise
             # Some file systems take O_DIRECT and refuse the reads; and after a short read the rest is not aligned.

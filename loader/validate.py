@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +14,19 @@ import xxhash
 
 from shardconv import models
 from shardconv.checkpoint import config_digest, read_config
+from shardconv.cores import usable_cores
+from shardconv.crew import PATIENCE_S, Crew, check_stop
 from shardconv.cut import Cut
 from shardconv.errors import PlanError, SetError
 from shardconv.manifest import Manifest
 from shardconv.resolve import Resolution, resolve
-from shardconv.sets import SetFile, open_files
+from shardconv.sets import SetFile, component_of, open_files
 
 from .locate import no_set_for
+from .ranks import ranks_of_node
 
+HASHERS = 16  # threads at most, never more than this rank's share of the cores
+HASHED_NBYTES = 256 << 20  # bytes hashed at once; between two parts a thread waits for the interpreter lock
 FETCHED_NBYTES = 16 << 20  # bytes brought back from an accelerator at once, to be hashed; the host memory of one thread
 
 
@@ -55,7 +58,7 @@ def open_set(folder: Path, rank: int, size: int) -> OpenSet:
     per_rank, rest = divmod(manifest.tp_degree, size)
     if rest:
         raise SetError(no_set_for(size, folder, {manifest.tp_degree: folder}))
-    component = folder.absolute().parent
+    component = component_of(folder)
     config, _ = read_config(component)
     if config["_class_name"] != manifest.model_class:
         raise SetError(
@@ -112,49 +115,48 @@ def _how(cut: Cut | None) -> str:
 
 @contextmanager
 def checking(
-    opened: OpenSet, loaded: Sequence[Callable[[], Mapping[str, torch.Tensor]]]
+    opened: OpenSet, loaded: Sequence[Callable[[], Mapping[str, torch.Tensor]]], heed: Callable[[], None]
 ) -> Iterator[Callable[[], None]]:
-    """Hash the tensors of `opened.files` against the manifest until left, on all cores, while other things go on.
+    """Hash the tensors of `opened.files` against the manifest until left, on this rank's share of the cores, while
+    other things go on.
 
-    `loaded` gives the tensors of each file, waiting for them. Calling the value waits until all are hashed; it raises
-    `SetError`, every damaged tensor named.
+    `loaded` gives the tensors of each file, waiting for them. Calling the value waits until all are hashed, and asks
+    `heed` meanwhile; it raises `SetError`, every damaged tensor named.
     """
     files = zip(opened.files, loaded, strict=True)
     slices = enumerate((file, name, tensor) for file, take in files for name, tensor in take().items())
-    lock, stop = threading.Lock(), threading.Event()
+    lock = threading.Lock()
 
     def hash_some() -> list[tuple[int, str]]:
-        found = []
-        while not stop.is_set():
+        found: list[tuple[int, str]] = []
+        while True:
             with lock:
+                check_stop()
                 number, slice_ = next(slices, (-1, None))
             if slice_ is None:
-                break
+                return found
             file, name, tensor = slice_
             known = opened.manifest.digests[name]
             if _digest(tensor) != known[file.rank if file.rank is not None and len(known) > 1 else 0]:
                 found.append((number, f"{file.path.name}: {name} is damaged (its digest differs); fetch it again"))
-        return found
 
     def check() -> None:
-        issues = sorted(issue for future in futures for issue in future.result())
+        issues = sorted(issue for found in crew.results(futures) for issue in found)
         if issues:
             raise SetError(*(text for _, text in issues))
 
-    workers = max(2, os.cpu_count() or 1)
-    with ThreadPoolExecutor(workers, "loader-verify") as executor:
-        futures = [executor.submit(hash_some) for _ in range(workers)]
-        try:
-            yield check
-        finally:
-            stop.set()
+    hashers = min(HASHERS, usable_cores(ranks_of_node()))
+    with Crew(hashers, "loader-verify", heed=heed, patience_s=PATIENCE_S) as crew:
+        futures = [crew.submit(hash_some) for _ in range(hashers)]
+        yield check
 
 
 def _digest(tensor: torch.Tensor) -> str:
     """xxh3-128 of a tensor's bytes; from an accelerator they come back a part at a time."""
     hasher = xxhash.xxh3_128()
     data = tensor.flatten().view(torch.uint8)
-    part = max(1, data.nbytes) if data.is_cpu else FETCHED_NBYTES  # one call for all keeps off the interpreter lock
+    part = HASHED_NBYTES if data.is_cpu else FETCHED_NBYTES
     for start in range(0, data.nbytes, part):
+        check_stop()
         hasher.update(data[start : start + part].cpu().numpy().data)
     return hasher.hexdigest()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from . import models
 from .auto_rows import AUTO_ROWS
 from .catalogue.cases import CASES
 from .checkpoint import read_config
@@ -74,11 +75,14 @@ def _subject(subject: str) -> tuple[str, Mapping[str, Any] | None]:
     else:
         config, _ = read_config(Path(subject))
         name = str(config["_class_name"])
+    if name not in CASES and config is not None:
+        name = str(models.model_class(name, config).__name__)
     if name not in CASES:
-        raise UsageError(
-            f"{subject}: no folder, and no class whose inputs are known; shardconv plans lists the classes, "
+        unknown = (
+            "no folder, and no class whose inputs are known; shardconv plans lists the classes, "
             "shardconv/catalogue/cases.py has their inputs"
         )
+        raise UsageError(f"{subject}: {models.renamed(name) or unknown}")
     return name, None if config is None else _few_layers(config, CASES[name].config)
 
 

@@ -5,6 +5,7 @@ The index is the only authority on which files belong to the checkpoint; files b
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import xxhash
 from .errors import CheckpointError
 from .header import FileHeader, TensorEntry
 from .jsonfile import parse, read_bounded
+from .links import strange_link
 
 CONFIG_NAME = "config.json"
 MANIFEST_NAME = "shardconv.json"  # of a converted set
@@ -33,6 +35,13 @@ _QUANTIZED_KEY = re.compile(
     r"zeros|qweight|qzeros|g_idx|SCB)$|\.quant_state\."
 )
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
+# `_class_name` of releases in their makers' own layout -> the same weights, or some of them, as diffusers takes them
+_ORIGINAL_CLASSES = {
+    "WanModel": "Wan-AI/Wan2.1-T2V-14B-Diffusers or Skywork/SkyReels-V2-T2V-14B-540P-Diffusers",
+    "VaceWanModel": "Wan-AI/Wan2.1-VACE-14B-diffusers",
+    "WanAnimateModel": "Wan-AI/Wan2.2-Animate-14B-Diffusers",
+    "HunyuanVideo_1_5_DiffusionTransformer": "hunyuanvideo-community/HunyuanVideo-1.5-480p_t2v",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +105,8 @@ def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error}); fetch it again") from None
     if not isinstance(config, dict) or not isinstance(config.get("_class_name"), str):
         raise CheckpointError(f"{path}: expected a diffusers config with _class_name, found none; is it a component?")
+    if release := _original_release(path, config):
+        raise CheckpointError(release)
     if config.get("quantization_config") is not None:
         method = config["quantization_config"]
         method = method.get("quant_method", "unknown") if isinstance(method, dict) else method
@@ -104,6 +115,17 @@ def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
             "convert the unquantized checkpoint"
         )
     return config, raw
+
+
+def _original_release(path: Path, config: Any) -> str | None:
+    """What to use instead, when the config at `path` is of a release that is not in diffusers layout."""
+    name = config.get("_class_name") if isinstance(config, dict) else None
+    if not isinstance(name, str) or name not in _ORIGINAL_CLASSES:
+        return None
+    return (
+        f"{path}: of a release in its makers' own layout ({name}), not in diffusers layout; use the release for "
+        f"diffusers, which is named alike, such as {_ORIGINAL_CLASSES[name]}"
+    )
 
 
 def _is_converted(folder: Path, names: Sequence[str]) -> bool:
@@ -120,6 +142,11 @@ def _no_config(folder: Path) -> str:
     names = _names(folder)
     if LORA_FILE in names:
         return f"{folder}: holds a LoRA ({LORA_FILE}), not a model; fuse it into its base model first (fuse_lora)"
+    for name in names:  # Wan 2.2 in its own layout has a folder for high and one for low noise
+        with contextlib.suppress(OSError, ValueError):
+            path = folder / name / CONFIG_NAME
+            if release := _original_release(path, parse(read_bounded(path), unique=False)):
+                return release
     single = [name for name in names if name.endswith((".safetensors", *_PICKLE_SUFFIXES))]
     if single:
         return (
@@ -229,7 +256,7 @@ def _open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str]) -
             first = next((tensor for tensor, file in listed.items() if file == name), "")
             issues.append(f"{name}: named by the index (for {first} and others), absent from {folder}; fetch it")
             continue
-        outside = leads_out(path, folder)
+        outside = strange_link(path)
         if outside:
             issues.append(f"{name}: a link that leads out of its folder, to {outside}; put the file itself there")
             continue
@@ -244,22 +271,8 @@ def _open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str]) -
     return tuple(files)
 
 
-def leads_out(path: Path, folder: Path) -> Path | None:
-    """Where `path` really is, when that is outside `folder` and outside the Hub cache the folder is a snapshot of."""
-    real, home = (Path(os.path.realpath(each)) for each in (path, folder))  # Path.resolve fails on a link to itself
-    if real.is_relative_to(home):
-        return None
-    # A Hub cache: CACHE/models--org--repo/snapshots/COMMIT/..., its files in the repo's or the whole cache's blobs.
-    for folder in home.parents:
-        if folder.name == "snapshots" and folder.parent.name.startswith("models--"):
-            repo = folder.parent
-            if real.is_relative_to(repo / "blobs") or real.is_relative_to(repo.parent / "blobs"):
-                return None
-    return real
-
-
 def _refuse_link_out(path: Path) -> None:
-    outside = leads_out(path, path.parent)
+    outside = strange_link(path)
     if outside:
         raise CheckpointError(f"{path}: a link that leads out of its folder, to {outside}; put the file itself there")
 

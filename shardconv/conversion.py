@@ -24,9 +24,10 @@ from .destination import (
     link_files,
     sets_in,
 )
-from .errors import CheckpointError, OutputError, SetError, ShardconvError, ShardconvWarning, Stopped, UsageError
+from .errors import CheckpointError, Interrupted, OutputError, SetError, ShardconvError, ShardconvWarning, UsageError
 from .fetching import Snapshot
 from .journal import Journal, conversion_key, finished
+from .links import followed
 from .manifest import Manifest
 from .pagecache import ReadAhead
 from .plan import Plan, parse_plan, read_plan_file
@@ -124,7 +125,7 @@ def convert_all(
 ) -> list[Outcome]:
     """As `convert`, with an outcome for each sharded component. All components are checked before one is written.
 
-    `tell` is called with a sentence when the work of a killed conversion goes on.
+    `tell` is called with a sentence when the work of a killed conversion goes on, and when links bring in other files.
     """
     if type(options.tp) is not int or options.tp < 1:
         raise UsageError(f"--tp: expected a positive number of ranks, found {options.tp}")
@@ -152,7 +153,7 @@ def convert_all(
         rest = located.snapshot.rest(sharded) if rest else []
         issues = lowdisk.rest_issues(located.snapshot, out, rest)
     else:
-        issues = check_links(located.folder, out, rest)
+        issues = _check_rest(located.folder, out, rest, tell)
     if issues:
         raise OutputError(*issues)
     there = [_existing(job, options, new_progress) for job in jobs]
@@ -197,7 +198,15 @@ def standing(outcomes: Sequence[Outcome]) -> Iterator[None]:
         written = [str(outcome.folder) for outcome in outcomes if not outcome.was_there]
         if not written:
             raise
-        raise Stopped(f"{', '.join(written)} stands complete, what follows it does not; run it again") from None
+        raise Interrupted(f"{', '.join(written)} stands complete, what follows it does not; run it again") from None
+
+
+def _check_rest(folder: Path, out: Path, names: Sequence[str], tell: Callable[[str], None]) -> list[str]:
+    """Issues that forbid bringing the files `names` of a pipeline's `folder` into `out`; says which links bring in."""
+    linked = followed(names, folder)
+    if linked:
+        tell(linked)
+    return check_links(folder, out, names)
 
 
 def _existing(job: Job, options: Options, new_progress: NewProgress) -> Manifest | None:

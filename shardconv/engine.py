@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 import xxhash
 
+from .cores import usable_cores
 from .cut import Rows, runs
 from .errors import CheckpointError
 from .header import DTYPE_BITS, nbytes_of
@@ -27,8 +28,8 @@ from .pagecache import drop, start_writeback
 
 CHUNK_NBYTES = 8 << 20  # bytes read at once by a worker
 WRITE_NBYTES = 1 << 20  # bytes written at once; larger writes stalled in the kernel (benchmarks/README.md, log)
-WORKERS = max(2, min(4, os.cpu_count() or 1))
-READERS = max(2, min(16, os.cpu_count() or 1))  # threads that only read; more would take more memory than files
+WORKERS = 4  # threads at most, never more than there are cores
+READERS = 16  # the same of threads that only read; more would take more memory than files
 
 Progress = Callable[[int], None]  # called with a number of source bytes just dealt with
 _Item = TypeVar("_Item")
@@ -111,8 +112,8 @@ class _Stopped(Exception):
 class _Workers:
     """A few threads, each dealing with one tensor at a time, and the files they read."""
 
-    def __init__(self, paths: set[Path], progress: Progress, nr: int | None = None) -> None:
-        self.nr = nr or WORKERS
+    def __init__(self, paths: set[Path], progress: Progress, most: int | None = None) -> None:
+        self.nr = min(most or WORKERS, usable_cores())
         self.progress = progress
         self.stop = threading.Event()
         self.fds: dict[Path, int] = {}

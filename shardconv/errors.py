@@ -89,7 +89,7 @@ class RanksFailed(ShardconvError, RuntimeError):
         return "\n".join([super().__str__(), *(f"    {line}" for line in getattr(self, "said", ()))])
 
 
-class Stopped(KeyboardInterrupt):
+class Interrupted(KeyboardInterrupt):
     """Ctrl-C at a moment when something stands already; says what, for whoever prints it."""
 
 

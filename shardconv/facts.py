@@ -76,7 +76,7 @@ def model_facts(
 
     from .resolve import colwise_names, degrees_of, resolve
 
-    cls = models.model_class(str(config.get("_class_name")), config.get("_diffusers_version"))
+    cls = models.model_class(str(config.get("_class_name")), config)
     model = models.skeleton(cls, config)
     chosen: Plan = {}
     issues: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM, read_index, select_files
+from .checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM, read_config, read_index, select_files
 from .errors import CheckpointError
 from .header import MAX_HEADER_NBYTES
 from .hub import Listing, Repo
@@ -88,6 +88,7 @@ def fetch(repo: Repo, revision: str | None, subfolder: str | None, variant: str 
         )
     if subfolder or MODEL_INDEX not in listing.files:
         components = cut = [subfolder or ""]
+        read_config(repo.fetch(listing, [f"{prefix}{CONFIG_NAME}"]) / prefix)  # what it refuses need not be fetched
     else:
         listed = pipeline_components(repo.fetch(listing, [MODEL_INDEX]))
         components = list(listed)

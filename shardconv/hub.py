@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .checkpoint import MANIFEST_NAME
+from .crew import PATIENCE_S, Crew, check_stop
 from .errors import HubError, UsageError
 from .hub_errors import patiently
 from .jsonfile import MAX_JSON_NBYTES
@@ -165,19 +166,19 @@ class Repo:
         commit = Path(path).parents[first.count("/")].name
         return found if commit == found.commit else self.listing(commit)  # somebody has just pushed
 
-    def fetch(self, listing: Listing, names: Iterable[str], *, force: bool = False) -> Path:
+    def fetch(
+        self, listing: Listing, names: Iterable[str], *, force: bool = False, heed: Callable[[], None] = lambda: None
+    ) -> Path:
         """Bring files into the cache, unless they are there; returns the folder of the snapshot.
 
-        What is downloaded is compared with the Hub's digest, and thrown away when it differs.
+        What is downloaded is compared with the Hub's digest, and thrown away when it differs. `heed` is asked meanwhile
+        and raises when nobody wants the files any more; then, as after an error, no download is waited for.
         """
         names = sorted(set(names))
-        with ThreadPoolExecutor(FETCHING, "shardconv-fetch") as executor:
-            pending = [executor.submit(self._fetch_one, listing, name, force) for name in names]
-            try:
-                paths = [each.result() for each in pending]
-            finally:
-                for each in pending:
-                    each.cancel()
+        with Crew(min(FETCHING, len(names)), "shardconv-fetch", heed=heed, patience_s=PATIENCE_S) as crew:
+            paths = crew.results(
+                [crew.submit(functools.partial(self._fetch_one, listing, name, force)) for name in names]
+            )
         return paths[0].parents[names[0].count("/")]
 
     def cached(self, listing: Listing, name: str) -> Path | None:
@@ -205,7 +206,7 @@ class Repo:
         if forced and not self.offline:
             options |= {"force_download": True}
         is_new = forced or not (is_whole or self.cached(listing, name))
-        path = Path(self._ask(lambda api: api.hf_hub_download(self.name, name, **options), subject))
+        path = Path(self._ask(lambda api: api.hf_hub_download(self.name, name, **options, **_bar(api)), subject))
         if is_new:
             _check_arrived(path, listing, name, subject)
         return path
@@ -362,6 +363,20 @@ def front_matter(metadata: Mapping[str, Any]) -> str:
     import huggingface_hub
 
     return f"---\n{huggingface_hub.ModelCardData(**metadata).to_yaml()}\n---\n"
+
+
+def _bar(api: Any) -> dict[str, Any]:
+    """What has a download look whether it is still wanted, where the client shows how far it is."""
+    if "tqdm_class" not in inspect.signature(api.hf_hub_download).parameters:
+        return {}
+    from huggingface_hub.utils import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def update(self, n: float | None = 1) -> bool | None:
+            check_stop()
+            return bool(super().update(n))
+
+    return {"tqdm_class": Bar}
 
 
 def _check_arrived(path: Path, listing: Listing, name: str, subject: str) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus
 
+from .crew import Stopped
 from .errors import HubError, ShardconvError
 
 ATTEMPTS = 5  # in all, for one request
@@ -33,7 +34,7 @@ def patiently(subject: str, secrets: tuple[str, ...], ask: Callable[[], T]) -> T
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return ask()
-        except ShardconvError:
+        except (ShardconvError, Stopped):
             raise
         except Exception as raised:  # whatever the client and the HTTP library under it have
             error = _root(raised)

@@ -13,12 +13,13 @@ from typing import Any
 
 import xxhash
 
-from .checkpoint import MANIFEST_NAME, leads_out
+from .checkpoint import MANIFEST_NAME
 from .cut import Cut
 from .errors import SetError
 from .header import DTYPE_BITS, is_astronomic
 from .jsonfile import parse, read_bounded
 from .layout import FORMAT_VERSION, REPLICATED_FILE, SetLayout, StoredTensor, plan_layout, rank_file_name
+from .links import strange_link
 from .plan import REPLICATED, Plan, Style, parse_plan, plan_to_json
 
 MAX_SLICES = 500_000  # tensors times ranks; a large model of 2,000 tensors for 64 ranks has 128,000
@@ -144,7 +145,7 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """The manifest of the set in `folder`. Raises `SetError` when it is missing, damaged or too new."""
         path = folder / MANIFEST_NAME
-        outside = leads_out(path, folder)
+        outside = strange_link(path)
         if outside:
             raise SetError(f"{path}: a link that leads out of its folder, to {outside}; put the file itself there")
         try:

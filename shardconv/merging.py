@@ -15,7 +15,7 @@ from .errors import OutputError, SetError, ShardconvError, every
 from .header import TensorEntry, encode_header, nbytes_of
 from .layout import StoredTensor
 from .manifest import Manifest
-from .sets import SetFile, any_set, components_in, open_files
+from .sets import SetFile, any_set, component_of, components_in, open_files
 from .slices import check_digests, slices_of
 from .sources import MODEL_INDEX, rest_of_pipeline
 
@@ -91,7 +91,7 @@ def merge(
 def _prepare(component: Path, name: str, limit: int) -> _Job:
     folder = any_set(component)
     manifest = Manifest.read(folder)
-    config, config_bytes = read_config(folder.absolute().parent)
+    config, config_bytes = read_config(component_of(folder))
     if config_digest(config) != manifest.config_digest:
         raise SetError(f"{folder.parent / CONFIG_NAME}: not the config that was converted; put the source's back")
     files = open_files(folder, manifest, range(manifest.tp_degree))

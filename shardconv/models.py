@@ -20,24 +20,60 @@ if TYPE_CHECKING:
     import torch
 
 
-_BUILDING = threading.Lock()  # the default dtype and `_parameters_on_meta` are the whole process's
+# To be held while diffusers imports, builds or loads: its lazy imports of two threads can meet half-imported modules;
+# the default dtype, and what building patches into torch, are the whole process's.
+DIFFUSERS = threading.RLock()
 
 
-def model_class(name: str, written_by: str | None = None) -> Any:
-    """diffusers' model class `name`.
-
-    `written_by` is the config's `_diffusers_version`, quoted when the class is unknown. Raises `CheckpointError`.
-    """
+def model_class(name: str, config: Mapping[str, Any] | None = None) -> Any:
+    """diffusers' model class that a config with `_class_name` `name` stands for: the one of that name, or of what
+    diffusers has renamed such a model to. Raises `CheckpointError`."""
+    config = config or {}
+    cls = _lookup(name)
+    if cls is not None:
+        return _lookup(_renamings(name).get(str(config.get("norm_type")), "")) or cls
     import diffusers
 
-    cls = getattr(diffusers, name, None) if name.isidentifier() else None
-    if isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin):
-        return cls
+    written_by = config.get("_diffusers_version")
     version = f" (the config was written by diffusers {written_by})" if written_by else ""
     raise CheckpointError(
         f"{name}: expected a model class of diffusers, not one in the installed diffusers {diffusers.__version__}"
         f"{version}; upgrade diffusers, or check _class_name in config.json"
     )
+
+
+def renamed(name: str) -> str:
+    """What to give instead of a class name under which models were published that are of other classes now; "" for any
+    other name."""
+    names = sorted(_renamings(name).values())
+    return f"is {' or '.join(names)} now, as its config says; give one of them, or a component folder" if names else ""
+
+
+def _renamings(name: str) -> Mapping[str, str]:
+    """`norm_type` of a config -> class that its model is of now, for models published as `name`."""
+    with DIFFUSERS:
+        from diffusers.models import model_loading_utils  # it has no public way to ask
+
+    found: Mapping[str, str] = getattr(model_loading_utils, "_CLASS_REMAPPING_DICT", {}).get(name, {})
+    return found
+
+
+def _lookup(name: str) -> Any:
+    """diffusers' model class `name`; None when it has none. Raises `CheckpointError` when it fails to import it."""
+    with DIFFUSERS:
+        import diffusers
+
+        try:
+            cls = getattr(diffusers, name) if name.isidentifier() else None
+        except Exception as error:  # whatever importing raises, in whatever package that the class needs
+            if name not in dir(diffusers):
+                return None
+            why = error.__cause__ or error
+            raise CheckpointError(
+                f"{name}: diffusers {diffusers.__version__} has it but fails to import it ({type(why).__name__}: "
+                f"{why}); install or upgrade what it asks for"
+            ) from error
+        return cls if isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin) else None
 
 
 def class_plan(model: Any, lean_for: int | None = None) -> Plan:
@@ -100,15 +136,13 @@ def other_plan(model: Any) -> Plan | None:
         return None
 
 
-def has_plan(library: str, name: str) -> bool | None:
-    """Whether a pipeline component (`library`, class name of model_index.json) is a model that has a plan; None when it
-    is not a model of diffusers."""
-    import diffusers
-
-    cls = getattr(diffusers, name, None) if library == "diffusers" and name.isidentifier() else None
-    if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)):
+def has_plan(library: str, name: str, config: Mapping[str, Any] | None = None) -> bool | None:
+    """Whether a pipeline component (`library`, class name of model_index.json, its config) is a model that has a plan;
+    None when it is not a model of diffusers."""
+    if library != "diffusers" or _lookup(name) is None:
         return None
-    return bool(getattr(cls, "_tp_plan", None)) or (name in ENTRIES and bool(ENTRIES[name].plan))
+    cls = model_class(name, config)
+    return bool(getattr(cls, "_tp_plan", None)) or (cls.__name__ in ENTRIES and bool(ENTRIES[cls.__name__].plan))
 
 
 def skeleton(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:
@@ -119,7 +153,7 @@ def skeleton(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None = No
     """
     import torch
 
-    with _BUILDING:
+    with DIFFUSERS:
         previous = torch.get_default_dtype()
         try:
             if dtype is not None:

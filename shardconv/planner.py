@@ -47,10 +47,10 @@ class Planner:
             except OSError as error:
                 self._do_without(error)
 
-    def has_plan(self, library: str, name: str) -> bool | None:
+    def has_plan(self, library: str, name: str, config: Mapping[str, Any] | None = None) -> bool | None:
         """See `models.has_plan`."""
-        answer = self._ask({"library": library, "name": name})
-        return models.has_plan(library, name) if answer is None else answer["has_plan"]
+        answer = self._ask({"library": library, "name": name, "config": config})
+        return models.has_plan(library, name, config) if answer is None else answer["has_plan"]
 
     def facts(
         self, config: Mapping[str, Any], plan: Plan | Literal["auto-rows"] | None, tp: int, lean: bool = False
@@ -108,7 +108,7 @@ def serve() -> None:
 
 def _answer(question: Mapping[str, Any]) -> dict[str, Any]:
     if "name" in question:
-        return {"has_plan": models.has_plan(question["library"], question["name"])}
+        return {"has_plan": models.has_plan(question["library"], question["name"], question["config"])}
     plan = question["plan"]
     if isinstance(plan, dict):
         plan = parse_plan(plan, "plan")

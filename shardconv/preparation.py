@@ -104,7 +104,7 @@ def _prepare(located: Located, component: str, out: Path, options: Options, plan
         tool_version=__version__,
         conversion_id="",
         source=_source_record(located, component, checkpoint),
-        model_class=model.model_class,
+        model_class=checkpoint.class_name,  # as published, also where diffusers has another name for it now
         config_digest=config_digest(checkpoint.config),
         library_version=model.library_version,
         tp_degree=options.tp,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from . import card
 from ._version import __version__
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME
+from .cores import usable_cores
+from .crew import PATIENCE_S, Crew
 from .destination import is_set_file
-from .errors import HubError, SetError, Stopped, UsageError
+from .errors import HubError, Interrupted, SetError, UsageError
 from .hub import Listing, RemoteFile, Repo, card_metadata, degrees_in, digest_of, front_matter, is_repo_name
 from .jsonfile import parse
 from .layout import REPLICATED_FILE
@@ -187,8 +189,9 @@ def _differing(files: Mapping[str, Path], remote: Listing) -> dict[str, Path]:
         known, path = remote.files.get(name), files[name]
         return known is None or known.nbytes != path.stat().st_size or known.digest != digest_of(path, known.digest)
 
-    with ThreadPoolExecutor(None, "shardconv-digest") as executor:
-        return {name: files[name] for name, found in zip(files, executor.map(differs, files), strict=True) if found}
+    with Crew(usable_cores(), "shardconv-digest", patience_s=PATIENCE_S) as crew:
+        found = crew.results([crew.submit(partial(differs, name)) for name in files])
+    return {name: files[name] for name, is_other in zip(files, found, strict=True) if is_other}
 
 
 def _set_unit(each: SendableSet, remote: Listing) -> _Unit:
@@ -347,7 +350,7 @@ def _send(
         try:
             parent, branch, made = _send_unit(repo, branch, parent, unit, message, new_pull)
         except KeyboardInterrupt:
-            raise Stopped(_what_stands(repo, number, len(units), pull_url or url)) from None
+            raise Interrupted(_what_stands(repo, number, len(units), pull_url or url)) from None
         url = made or url
         pull_url = pull_url or (url if new_pull else "")
         new_pull = False

@@ -26,7 +26,7 @@ from .errors import OutputError, SetError, ShardconvError, ShardconvWarning, Usa
 from .layout import SetLayout, plan_layout
 from .manifest import FileRecord, Manifest
 from .plan import REPLICATED
-from .sets import SetFile, any_set, components_in, open_files
+from .sets import SetFile, any_set, component_of, components_in, open_files
 from .slices import check_digests, slices_of, write_headers
 from .sources import MODEL_INDEX, rest_of_pipeline
 
@@ -119,7 +119,7 @@ def reshard_all(
 
 def _prepare(folder: Path, component: str, out: Path, tp: int, self_contained: bool | None) -> _Job:
     source = Manifest.read(folder)
-    config, config_bytes = read_config(folder.absolute().parent)
+    config, config_bytes = read_config(component_of(folder))
     if config_digest(config) != source.config_digest:
         raise SetError(f"{folder.parent / CONFIG_NAME}: not the config that was converted; put the source's back")
     warnings = _check_degree(source, config, tp)
@@ -168,7 +168,7 @@ def _check_degree(source: Manifest, config: Mapping[str, Any], tp: int) -> tuple
     from . import models
     from .resolve import resolve
 
-    cls = models.model_class(source.model_class, config.get("_diffusers_version"))
+    cls = models.model_class(source.model_class, config)
     model = models.skeleton(cls, config)
     resolution = resolve(model, source.plan, tp, models.other_plan(model))
     issues = [

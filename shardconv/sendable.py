@@ -8,9 +8,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checkpoint import CONFIG_NAME, MANIFEST_NAME, leads_out
+from .checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .destination import sets_in
 from .errors import SetError, ShardconvError, UsageError
+from .links import files_in, leads_out, link_issues
 from .manifest import Manifest
 from .sources import MODEL_INDEX, pipeline_components
 
@@ -75,8 +76,10 @@ def sendable(out: Path, degrees: Collection[int] | None) -> Sendable:
     if not sets and not issues:
         raise SetError(f"{out}: no converted set in it; give the folder that shardconv convert wrote")
     others |= _pipeline_files(out, components)
-    outside = {name: leads_out(path, out) for name, path in others.items()}
+    sent = [*others.items(), *(file for each in sets for file in each.files().items())]
+    outside = {name: leads_out(path, out) for name, path in sent}
     issues += [f"{name}: a link that leads out of {out}, to {real}; not sent" for name, real in outside.items() if real]
+    issues += link_issues((name for name in others if not outside[name]), out)
     if issues:
         raise SetError(*issues)
     return Sendable(tuple(sets), others)
@@ -115,7 +118,7 @@ def _pipeline_files(out: Path, sharded: Sequence[str]) -> dict[str, Path]:
     if (out / MODEL_INDEX).is_file():
         for component in pipeline_components(out):
             if component not in sharded:
-                inside = (path.relative_to(out) for path in (out / component).rglob("*") if path.is_file())
+                inside = (path.relative_to(out) for path in files_in(out / component))
                 names += sorted(path.as_posix() for path in inside if not _is_hidden(path))
         names.append(MODEL_INDEX)
     return {name: out / name for name in names}

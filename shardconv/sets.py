@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -10,12 +11,13 @@ from typing import Any
 
 import xxhash
 
-from .checkpoint import MANIFEST_NAME, leads_out
+from .checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .destination import sets_in
 from .errors import SetError, ShardconvError
 from .header import FileHeader
 from .jsonfile import parse
 from .layout import FORMAT_VERSION, FileLayout, file_header
+from .links import strange_link
 from .manifest import FileRecord, Manifest
 
 
@@ -68,6 +70,13 @@ def any_set(path: Path) -> Path:
     return next(iter(sets.values()))
 
 
+def component_of(folder: Path) -> Path:
+    """The component folder of a set, with the config that goes with it; of a set that is a link from elsewhere, the one
+    in which it really stands."""
+    beside, real = folder.absolute().parent, Path(os.path.realpath(folder)).parent
+    return real if not (beside / CONFIG_NAME).exists() and (real / CONFIG_NAME).exists() else beside
+
+
 def open_files(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> tuple[SetFile, ...]:
     """The files that `ranks` need, with the replicated one; headers only.
 
@@ -99,7 +108,7 @@ def read_files(folder: Path, manifest: Manifest, names: Collection[str]) -> tupl
 
 
 def _read_header(path: Path, layout: FileLayout, record: FileRecord, manifest: Manifest) -> FileHeader:
-    outside = leads_out(path, path.parent)
+    outside = strange_link(path)
     if outside:
         raise SetError(f"{path.name}: a link that leads out of its folder, to {outside}; put the file itself there")
     header = FileHeader.read(path)

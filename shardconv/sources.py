@@ -6,12 +6,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import models
-from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, leads_out, read_config, refuse_file
+from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, read_config, refuse_file
 from .errors import CheckpointError, PlanError, UsageError
 from .jsonfile import parse, read_bounded
+from .links import files_in, link_issues
 from .pagecache import is_cached
 from .planner import Planner
 
@@ -85,11 +86,13 @@ def components(located: Located, subfolder: str | None, has_own_plan: bool, plan
     absent = [str(located.folder / name) for name in listed if not (located.folder / name).is_dir()]
     if absent:
         raise CheckpointError(f"{located.folder}: {MODEL_INDEX} names {', '.join(absent)}, no such folder; fetch it")
-    planned = {name: planner.has_plan(library, cls) for name, (library, cls) in listed.items()}
+    planned = {
+        name: planner.has_plan(library, cls, _config(located.folder / name)) for name, (library, cls) in listed.items()
+    }
     for name, (library, cls) in listed.items():
         config = located.folder / name / CONFIG_NAME
         if planned[name] is None and library == "diffusers" and name.startswith("transformer") and config.is_file():
-            models.model_class(cls, read_config(config.parent)[0].get("_diffusers_version"))  # raises
+            models.model_class(cls, read_config(config.parent)[0])  # raises
     chosen = [name for name in listed if planned[name]]
     if not chosen:
         classes = ", ".join(f"{name} ({cls})" for name, (_, cls) in listed.items())
@@ -98,6 +101,15 @@ def components(located: Located, subfolder: str | None, has_own_plan: bool, plan
             "--subfolder COMPONENT --plan FILE"
         )
     return chosen
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """What a component's config says; nothing where there is none, or one that others report."""
+    try:
+        config = parse(read_bounded(folder / CONFIG_NAME), unique=False)
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def pipeline_components(folder: Path) -> dict[str, tuple[str, str]]:
@@ -120,7 +132,7 @@ def pipeline_components(folder: Path) -> dict[str, tuple[str, str]]:
 
 def rest_of_pipeline(folder: Path, sharded: Sequence[str]) -> list[str]:
     """Everything else that belongs to the pipeline, relative to its folder: `model_index.json`, licence and card, the
-    other components. Raises `CheckpointError` for links that lead out of it."""
+    other components. Raises `CheckpointError` for links that must not be followed (links.py) or lead nowhere."""
     about = ("LICENSE", "README", "NOTICE")
     names = [MODEL_INDEX]
     names += [
@@ -128,14 +140,8 @@ def rest_of_pipeline(folder: Path, sharded: Sequence[str]) -> list[str]:
     ]
     for component in pipeline_components(folder):
         if component not in sharded and (folder / component).is_dir():
-            inside = (path for path in (folder / component).rglob("*") if path.is_file())
-            names += sorted(str(path.relative_to(folder)) for path in inside)
-    outside = {name: leads_out(folder / name, folder) for name in names}
-    issues = [
-        f"{name}: a link that leads out of its folder, to {real}; put the file itself there"
-        for name, real in outside.items()
-        if real is not None
-    ]
+            names += sorted(str(path.relative_to(folder)) for path in files_in(folder / component))
+    issues = link_issues(names, folder)
     if issues:
         raise CheckpointError(*issues)
     return names

@@ -16,7 +16,7 @@ from .header import FileHeader
 from .layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
 from .manifest import Manifest
 from .models import kept_in_fp32
-from .sets import components_in, read_files, set_folders
+from .sets import component_of, components_in, read_files, set_folders
 from .sources import locate
 
 NewProgress = Callable[[str, int], engine.Progress]
@@ -122,9 +122,8 @@ def _verify_set(
 
 
 def _config_issues(folder: Path, manifest: Manifest) -> list[str]:
-    component = folder.absolute().parent
     try:
-        config, _ = read_config(component)
+        config, _ = read_config(component_of(folder))
     except ShardconvError as error:
         return list(error.issues)
     if config["_class_name"] == manifest.model_class and config_digest(config) == manifest.config_digest:

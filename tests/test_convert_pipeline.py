@@ -354,17 +354,6 @@ def test_another_pipelines_component_in_out_is_refused_before_any_work(
     assert message.startswith(f"{out / 'vae' / 'config.json'}: differs from {pipe / 'vae' / 'config.json'}")
 
 
-def test_h1_a_link_out_of_the_pipeline_is_not_brought_along(
-    pipe: Path, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A file of a component that is a link to somewhere else is refused: OUT may be published."""
-    secret = pipe.parent / "id_rsa"
-    secret.write_text("private")
-    (pipe / "vae" / "notes.txt").symlink_to(secret)
-    message = toys.refused(capsys, CheckpointError, pipe, out, tp=2)
-    assert "vae/notes.txt: a link that leads out of its folder" in message
-
-
 def test_h1_the_links_of_a_hub_cache_come_out_as_files(pipe: Path, out: Path) -> None:
     """A pipeline in the Hub cache, all links, becomes real files in OUT."""
     repo = pipe.parent / "models--org--flux"

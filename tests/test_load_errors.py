@@ -129,6 +129,8 @@ def of_another_degree(out: Path) -> None:
 
 
 def linked_away(out: Path) -> None:
+    """As a clone of a repo may bring it; what people link themselves is in test_links.py."""
+    (out / ".git").mkdir()
     (out / "tp2" / RANK_1).rename(out.parent / "elsewhere.safetensors")
     (out / "tp2" / RANK_1).symlink_to(out.parent / "elsewhere.safetensors")
 
@@ -574,6 +576,16 @@ def test_f2_more_ranks_than_accelerators_are_refused(visible, local, accelerator
     with pytest.raises(shardconv.LoadError, match=told):
         load.load_model("anywhere")
     assert current == []
+
+
+@pytest.mark.parametrize("told", ["x", "-1", "1.5", " ", "\u00b2"])
+def test_a_local_rank_that_is_no_number_is_told(told, accelerators):
+    """What `loader.prefetch` passes over in silence is said here; an empty variable is as good as none."""
+    accelerators(2, LOCAL_RANK=told)
+    with pytest.raises(shardconv.LoadError, match=rf"^LOCAL_RANK: expected a number, found {re.escape(repr(told))}; "):
+        load.load_model("anywhere")
+    accelerators(2, LOCAL_RANK="")
+    assert device_of(None) == torch.device("cuda", 0)
 
 
 # --- what nobody expected ---

@@ -294,6 +294,23 @@ def test_a_file_system_that_refuses_direct_reads_is_read_through_the_cache(tmp_p
     assert_equal(found, path)
 
 
+def test_readers_that_meet_the_refusal_of_direct_reads_at_once(tmp_path):
+    """A reader that is refused when another has just gone over to the cache for the same reason goes over as well."""
+    path = write(tmp_path / "x.safetensors", ours(1000))
+    preadv = os.preadv
+
+    def refuse(fd: int, buffers: list[memoryview], offset: int) -> int:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        if flags & os.O_DIRECT:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)  # what the other reader does
+            raise OSError(22, "Invalid argument")
+        return preadv(fd, buffers, offset)
+
+    with mock.patch.object(transfer, "is_cached", return_value=False), reading(refuse):
+        found = read_file(path, FileHeader.read(path), CPU, 16 * KB)
+    assert_equal(found, path)
+
+
 def test_an_invalid_read_through_the_cache_is_an_error(tmp_path):
     """EINVAL that has nothing to do with direct I/O is raised, not tried for ever."""
     path = write(tmp_path / "x.safetensors", ours(1000))

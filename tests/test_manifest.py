@@ -477,15 +477,6 @@ def test_a_manifest_is_sound_also_where_no_digest_covers_it(old: str, new: str, 
         Manifest.read(tmp_path)
 
 
-def test_h1_a_manifest_that_is_a_link_out_is_refused(tmp_path: Path) -> None:
-    """No file of a set is a link to elsewhere, the manifest neither."""
-    (tmp_path / "elsewhere").write_text(_manifest().to_json())
-    (tmp_path / "tp2").mkdir()
-    (tmp_path / "tp2" / MANIFEST_NAME).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SetError, match="a link that leads out of its folder"):
-        Manifest.read(tmp_path / "tp2")
-
-
 def test_a_manifest_that_is_a_pipe_is_refused_not_waited_for(tmp_path: Path) -> None:
     """A pipe would hold the reader for ever."""
     os.mkfifo(tmp_path / MANIFEST_NAME)

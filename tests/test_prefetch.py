@@ -7,7 +7,10 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,11 +92,119 @@ def test_it_stays_a_function() -> None:
         loader.prefetch("nowhere").join(10)
 
 
-@pytest.mark.parametrize("path", ["nowhere", "a-file"])
-def test_what_is_not_there_is_left_to_loading(tmp_path: Path, path: str) -> None:
-    """A wrong path raises nothing here: `load_model` says what is wrong with it."""
-    (tmp_path / "a-file").write_bytes(b"x")
-    loader.prefetch(tmp_path / path).join(60)
+WRONG_FOLDERS: dict[str, Callable[[Path], object]] = {
+    "nowhere": lambda path: None,
+    "a file": lambda path: path.write_bytes(b"x"),
+    "an empty folder": lambda path: path.mkdir(),
+    "a dangling link": lambda path: path.symlink_to("gone"),
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a set of folders": lambda path: (path / "tp1" / "replicated.safetensors").mkdir(parents=True),
+    "a manifest that is a link to itself": lambda path: (
+        (path / "tp1").mkdir(parents=True), (path / "tp1" / "shardconv.json").symlink_to("shardconv.json")
+    ),
+    "strange degrees": lambda path: [(path / name).mkdir(parents=True) for name in ("tp", "tpx", "tp0", "tp-1")],
+}  # fmt: skip
+
+
+@pytest.fixture
+def trouble(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What threads end with."""
+    found: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", found.append)
+    return found
+
+
+@pytest.mark.parametrize("make", WRONG_FOLDERS.values(), ids=WRONG_FOLDERS)
+def test_a_wrong_folder_is_left_to_loading(tmp_path: Path, make: Callable[[Path], object], trouble: list) -> None:
+    """Whatever stands there, nothing is raised, here or in the thread: `load_model` says what is wrong with it."""
+    make(tmp_path / "out")
+    for path in (tmp_path / "out", tmp_path / "out" / "tp1"):
+        loader.prefetch(path).join(60)
+        loader.prefetch(path, subfolder="transformer").join(60)
+    assert trouble == []
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+@pytest.mark.parametrize("value", ["", " ", "0", "1", "-1", "2", "9999", "x", "1.5", "٣", "\u00b2", "9" * 5000])
+def test_a_wrong_environment_is_left_to_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, trouble: list
+) -> None:
+    """An empty variable counts as none, another that makes no sense as one that loading refuses; nothing is raised."""
+    small_set(tmp_path)
+    for key, given in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(key, given)
+    monkeypatch.setenv(name, value)
+    loader.prefetch(tmp_path).join(60)
+    assert trouble == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"rank": -1}, {"rank": 2}, {"size": 0}, {"size": -1}, {"rank": "one"}, {"size": "two"}, {"subfolder": "\0"},
+     {"path": "\0"}, {"path": "x" * 300}, {"path": None}, {"path": b"bytes"}],
+    ids=lambda options: str(options)[:20],
+)  # fmt: skip
+def test_wrong_arguments_are_left_to_loading(tmp_path: Path, options: dict[str, Any], trouble: list) -> None:
+    """A rank out of its group, a size of nothing, a name that no file can have: nothing is raised."""
+    small_set(tmp_path)
+    loader.prefetch(**({"path": tmp_path, "rank": 0, "size": 2} | options)).join(60)
+    assert trouble == []
+
+
+def small_set(folder: Path) -> dict[str, Path]:
+    """A set for 2 ranks, of a byte each."""
+    (folder / "tp2").mkdir()
+    (folder / "tp2" / "shardconv.json").write_text("{}")
+    names = ["rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors", "replicated.safetensors"]
+    for name in names:
+        (folder / "tp2" / name).write_bytes(b"x")
+    return {name: folder / "tp2" / name for name in names}
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the files that are read."""
+    found: set[str] = set()
+    sendfile = os.sendfile
+
+    def spy(nowhere: int, fd: int, offset: int, count: int) -> int:
+        found.add(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        return sendfile(nowhere, fd, offset, count)
+
+    monkeypatch.setattr(os, "sendfile", spy)
+    return found
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("gone")
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    "harm", [gone, pipe, lambda path: (path.unlink(), path.mkdir())], ids=["link", "pipe", "folder"]
+)
+def test_one_file_that_cannot_be_read_does_not_stop_the_others(
+    tmp_path: Path, harm: Callable[[Path], object], read: set[str]
+) -> None:
+    """A rank file that is a dangling link, a pipe or a folder is passed over; the shared file is read."""
+    harm(small_set(tmp_path)["rank-00000-of-00002.safetensors"])
+    loader.prefetch(tmp_path, rank=0, size=2).join(10)
+    assert read == {"replicated.safetensors"}
+
+
+def test_reading_ahead_ends_when_the_load_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a load began to read in the background is not read to the end once the load has failed."""
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(bytes(100))
+    monkeypatch.setattr(readahead, "CHUNK_NBYTES", 1)
+    asked: list[int] = []
+    readahead.read_ahead([path], lambda: asked.append(1) or len(asked) > 5).join(60)
+    assert len(asked) == 6
 
 
 @pytest.mark.slow
@@ -124,6 +235,16 @@ def test_a_script_runs_as_if_started_itself(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "__main__ ['--steps', '4'] 7\n"
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_the_script_runs_whatever_cannot_be_prefetched(tmp_path: Path) -> None:
+    """A folder that is not there and an environment that makes no sense do not keep the script from its own words."""
+    (tmp_path / "serve.py").write_text("print('served')\n")
+    command = [sys.executable, "-m", "loader.prefetch", str(tmp_path / "nowhere"), "--", str(tmp_path / "serve.py")]
+    env = {**os.environ, "RANK": "", "WORLD_SIZE": "none", "LOCAL_WORLD_SIZE": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "served\n", "")
 
 
 @pytest.mark.slow

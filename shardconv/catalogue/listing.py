@@ -122,5 +122,6 @@ def plan_of(subject: str) -> Mapping[str, object]:
     elif subject in CASES:
         name, config = subject, dict(CASES[subject].config)
     else:
-        raise UsageError(f"{subject}: no component folder and not in the catalogue; shardconv plans lists it")
-    return plan_to_json(models.class_plan(models.skeleton(models.model_class(name), config)))
+        unknown = "no component folder and not in the catalogue; shardconv plans lists it"
+        raise UsageError(f"{subject}: {models.renamed(subject) or unknown}")
+    return plan_to_json(models.class_plan(models.skeleton(models.model_class(name, config), config)))
