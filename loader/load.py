@@ -17,12 +17,13 @@ from shardconv import models
 from shardconv.crew import PATIENCE_S, Crew, check_stop, stoppable
 from shardconv.dtypes import torch_dtype
 from shardconv.errors import LoadError, SetError, UsageError
-from shardconv.header import REAL_FLOATS, FileHeader
+from shardconv.header import CAST_FLOATS, REAL_FLOATS, FileHeader
 from shardconv.manifest import Manifest
 from shardconv.pagecache import is_cached
 
 from . import remote
 from .agreement import heed, one_call, together
+from .inputs import compare_next_call
 from .joining import join
 from .locate import find_set
 from .parallel import apply, check_layers
@@ -46,6 +47,7 @@ def load_model(
     verify: bool = False,
     transfer: str | None = None,
     timeout: float = TIMEOUT_S,
+    check_inputs: bool = True,
     revision: str | None = None,
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -69,6 +71,8 @@ def load_model(
             memory, to an accelerator through a few pinned buffers. None is "mmap" on the CPU, else "read".
         timeout: seconds that a rank which is done waits for the slowest before all raise, naming those that have not
             answered; 10 minutes unless told otherwise. Downloads may take longer.
+        check_inputs: have the first call compare its inputs across ranks, as `loader.check_inputs` does, at no cost
+            later. Ranks with different noise would finish with a wrong image and no error.
         revision, token, cache_dir, local_files_only, force_download: of a Hub repo, as in diffusers' `from_pretrained`.
 
     A mapped file must stay as it is while the model lives. When another program shortens it, or the network disk under
@@ -108,6 +112,8 @@ def load_model(
             given_up.set()
             raise
     assert model is not None
+    if check_inputs:
+        compare_next_call(model, ranks)
     model.register_to_config(_name_or_path=os.fspath(path))  # type: ignore[operator]
     return model
 
@@ -228,7 +234,7 @@ def _building_dtype(manifest: Manifest, dtype: torch.dtype | None) -> torch.dtyp
 
 def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype, fp32_modules: tuple[str, ...]) -> None:
     """In place, one after the other, so that no two copies of all of them stand side by side."""
-    real = {torch_dtype(name) for name in REAL_FLOATS}
+    real = {torch_dtype(name) for name in CAST_FLOATS}
     for name, tensor in tensors.items():
         check_stop()
         if tensor.dtype in real:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,19 +14,17 @@ from torch import nn
 from shardconv.auto_rows import AUTO_ROWS, auto_rows
 from shardconv.cut import Cut
 from shardconv.errors import LoadError, PlanError, ShardconvWarning, UsageError
-from shardconv.models import DIFFUSERS, class_plan, other_plan
+from shardconv.models import class_plan, other_plan
 from shardconv.plan import Plan, Style, parse_plan, read_plan_file
 from shardconv.resolve import PlannedModule, Resolution, resolve
 
 from .agreement import one_call, together
 from .fixups import make_counts_local, slice_ropes, sum_outputs
+from .inputs import compare_next_call
 from .linear import make_local, make_local_conv
 from .ranks import Ranks, ranks_of
+from .refusals import check_model, check_plain, mark_sharded
 
-WAY_OUT = "The ordinary checkpoint comes back with: shardconv merge SET OUT"
-_REFUSED = ("save_pretrained", "load_lora_adapter", "enable_group_offload", "enable_parallelism")
-# What diffusers 0.42.1 does not check: it looks only where it loads adapter weights, and makes a repo before it saves.
-_UNCHECKED = {"add_adapter": "have an adapter added; fuse it before sharding", "push_to_hub": "be pushed"}
 _SAMPLE_NBYTES = 4096  # bytes at either end of a parameter by which ranks compare their models
 
 
@@ -38,6 +35,7 @@ def parallelize(
     group: Any = None,
     *,
     lean: bool = False,
+    check_inputs: bool = True,
 ) -> nn.Module:
     """Keep this rank's slices of a model in memory and wrap its modules, as `load_model` does. In place.
 
@@ -47,6 +45,7 @@ def parallelize(
         plan: a plan file, the map it would hold, or `"auto-rows"` as in `convert`; None takes the class's own.
         group: a process group or a one-dimensional device mesh; None for all processes.
         lean: also cut the modulation and embedder projections that the class's own plan leaves whole.
+        check_inputs: have the first call compare its inputs across ranks, as `loader.check_inputs` does.
 
     Returns:
         `model`, in eval mode, its parameters without gradients.
@@ -71,6 +70,8 @@ def parallelize(
                 apply(model, resolution, ranks)
 
         together(ranks, change)
+    if check_inputs:
+        compare_next_call(model, ranks)
     for text in resolution.warnings:
         warnings.warn(text, ShardconvWarning, stacklevel=2)
     return model.eval().requires_grad_(False)
@@ -81,7 +82,8 @@ def _resolve(
 ) -> Resolution:
     if tp is not None and tp != ranks.size:
         raise UsageError(f"tp: expected the size of the group, {ranks.size}, found {tp}; leave tp out")
-    _check_plain(model)
+    check_model(model)
+    check_plain(model)
     if lean and plan is not None:
         raise UsageError("lean: adds to the class's own plan, and plan replaces it; give one of them")
     given = class_plan(model, ranks.size if lean else None) if plan is None else _plan_of(plan, model, ranks)
@@ -94,23 +96,6 @@ def _plan_of(plan: Mapping[str, Any] | str | os.PathLike[str], model: nn.Module,
     if plan == AUTO_ROWS:
         return auto_rows(model, ranks.size)
     return parse_plan(plan, "plan") if isinstance(plan, Mapping) else read_plan_file(plan)
-
-
-def _check_plain(model: nn.Module) -> None:
-    """Refuse a model whose parameters are not its own plain tensors."""
-    name = type(model).__name__
-    if getattr(model, "_parallel_config", None) is not None:
-        raise PlanError(f"{name}: is sharded already; load it afresh to shard it in another way")
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
-        raise PlanError(f"{name}: is quantized, quantized weights cannot be cut; load it unquantized")
-    for path, module in model.named_modules():
-        if hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook"):
-            raise PlanError(f"{name}: {path or 'the model'} carries an offload hook; load it without offloading")
-        if hasattr(module, "base_layer"):
-            raise PlanError(f"{name}: {path} is a LoRA layer; fuse or unload the adapter first (fuse_lora)")
-    meta = [path for path, parameter in model.named_parameters() if parameter.is_meta]
-    if meta:
-        raise PlanError(f"{name}: {meta[0]} is on the meta device; load the weights first")
 
 
 def _fingerprint(model: nn.Module, resolution: Resolution) -> str:
@@ -186,36 +171,4 @@ def apply(model: nn.Module, resolution: Resolution, ranks: Ranks) -> None:
         else:
             assert isinstance(layer, nn.Linear)
             make_local(layer, planned.style, ranks.rank, ranks.size, ranks.group_name)
-    _mark_parallel(model, ranks)
-
-
-def _mark_parallel(model: nn.Module, ranks: Ranks) -> None:
-    """Make diffusers' own refusals for a sharded model apply to this one, and add our way out to them."""
-    with DIFFUSERS:
-        try:
-            from diffusers import ParallelConfig, TensorParallelConfig
-        except ImportError:
-            from diffusers.models._modeling_parallel import ParallelConfig, TensorParallelConfig
-
-    config = ParallelConfig(tensor_parallel_config=TensorParallelConfig(tp_degree=ranks.size))
-    model._parallel_config = config
-    # Refusals speak for an empty model of the class: bound to `model` itself they would be a reference cycle, and its
-    # memory would stay until the garbage collector comes by.
-    empty = type(model).__new__(type(model))
-    nn.Module.__init__(empty)
-    empty._parallel_config = config
-    for name in (*_REFUSED, *_UNCHECKED):
-        if hasattr(empty, name):
-            setattr(model, name, functools.partial(_refused, empty, name))
-
-
-def _refused(empty: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
-    """Have diffusers refuse a method on a sharded model, and add our way out to what it says."""
-    try:
-        if name in _UNCHECKED:
-            raise ValueError(
-                f"'{type(empty).__name__}' is sharded with tensor parallelism, so it cannot {_UNCHECKED[name]}."
-            )
-        getattr(type(empty), name)(empty, *args, **kwargs)
-    except (ValueError, RuntimeError, NotImplementedError) as error:
-        raise type(error)(f"{error} {WAY_OUT}") from error
+    mark_sharded(model, ranks)

@@ -22,8 +22,8 @@ from shardconv.sources import MODEL_INDEX, pipeline_components
 from . import remote
 from .agreement import heed, one_call, together
 from .load import load_model
-from .parallel import WAY_OUT
 from .ranks import TIMEOUT_S, Ranks, place_of, ranks_of
+from .refusals import refuse_on_pipeline
 
 
 def load_pipeline(
@@ -35,6 +35,7 @@ def load_pipeline(
     verify: bool = False,
     transfer: str | None = None,
     timeout: float = TIMEOUT_S,
+    check_inputs: bool = True,
     revision: str | None = None,
     token: str | bool | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
@@ -46,12 +47,13 @@ def load_pipeline(
 
     Args:
         path: the folder that `shardconv convert` wrote from a pipeline, or a Hub repo that `shardconv push` filled.
-        device, dtype, group, verify, transfer, timeout: as in `load_model`; `dtype` also goes to the other components.
+        device, dtype, group, verify, transfer, timeout, check_inputs: as in `load_model`; `dtype` goes to the other
+            components too.
         revision, token, cache_dir, local_files_only, force_download: of a Hub repo, as in `load_model`.
         components: handed to `DiffusionPipeline.from_pretrained`, e.g. `text_encoder=None` or `variant="fp16"`.
 
-    Every rank must call the pipeline with the same inputs and a generator seeded alike: noise that differs between
-    ranks gives a wrong image without an error.
+    Every rank must call the pipeline with the same inputs and a generator seeded alike. The first step of the first
+    call compares them and raises `LoadError` on every rank where they differ.
 
     Raises:
         SetError, LoadError, UsageError, HubError: as `load_model`.
@@ -76,6 +78,7 @@ def load_pipeline(
                 verify=verify,
                 transfer=transfer,
                 timeout=timeout,
+                check_inputs=check_inputs,
             )
         if dtype is None and sharded:  # the others in the dtype of the sharded one, not in fp32 as diffusers would
             dtype = components[sharded[0]].dtype
@@ -114,8 +117,8 @@ def _from_pretrained(
     with _without_sets(Path(path), components) as folder:
         pipeline = cls.from_pretrained(folder, **components).to(place)
     pipeline.register_to_config(_name_or_path=os.fspath(path))
-    if ranks.size > 1 and hasattr(pipeline, "load_lora_weights"):
-        pipeline.load_lora_weights = _refuse_lora
+    if ranks.size > 1:
+        refuse_on_pipeline(pipeline)
     return pipeline
 
 
@@ -131,13 +134,6 @@ def _without_sets(folder: Path, given: Mapping[str, Any]) -> Iterator[Path]:
             if entry.name not in given:
                 Path(view, entry.name).symlink_to(entry.absolute())
         yield Path(view)
-
-
-def _refuse_lora(*args: Any, **kwargs: Any) -> None:
-    raise ValueError(
-        "the pipeline is sharded with tensor parallelism, so it cannot have LoRA weights loaded; fuse them into the "
-        f"ordinary checkpoint before converting. {WAY_OUT}"
-    )
 
 
 def _sharded_components(folder: Path, given: Mapping[str, Any]) -> list[str]:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardconv.errors import LoadError, UsageError
+from shardconv.errors import LoadError, ShardconvWarning, UsageError
 
+# How many processes were started, as srun, Open MPI, MPICH and Intel MPI, MVAPICH and Flux tell each of them. Of a row
+# the first that is set counts: a job of several tasks may run steps of one.
+_LAUNCHERS = (
+    ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+    ("OMPI_COMM_WORLD_SIZE",),
+    ("PMI_SIZE",),
+    ("MV2_COMM_WORLD_SIZE",),
+    ("FLUX_JOB_SIZE",),
+)
 TIMEOUT_S = 600.0  # seconds that a rank which is done waits for the slowest, unless told otherwise
 
 
@@ -55,6 +66,7 @@ def ranks_of(group: Any = None, timeout: float = TIMEOUT_S) -> Ranks:
                 f"WORLD_SIZE is {world} but torch.distributed is not initialized; call "
                 "torch.distributed.init_process_group() first"
             )
+        _warn_alone()
         return Ranks(0, 1, None, timeout)
     group = group if group is not None else dist.group.WORLD
     rank = dist.get_rank(group)
@@ -67,6 +79,21 @@ def ranks_of_node() -> int:
     """How many ranks share this machine, as torchrun says (LOCAL_WORLD_SIZE); 1 when nobody says a number."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(told)) if told.isascii() and told.isdigit() else 1
+
+
+@functools.cache
+def _warn_alone() -> None:
+    """One sentence a process, where a launcher seems to have started several that know nothing of each other."""
+    set_ones = [next((name for name in names if name in os.environ), "") for names in _LAUNCHERS]
+    several = [name for name in set_ones if os.environ.get(name, "").isdecimal() and int(os.environ[name]) > 1]
+    if several:
+        warnings.warn(
+            f"{several[0]} is {os.environ[several[0]]}, but torch.distributed is not initialized: each of these "
+            "processes loads the whole model for itself; to share it, set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT "
+            "from the launcher's variables and call torch.distributed.init_process_group(), or start with torchrun",
+            ShardconvWarning,
+            stacklevel=4,
+        )
 
 
 def _outside() -> str:

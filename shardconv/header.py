@@ -29,7 +29,9 @@ DTYPE_BITS: Mapping[str, int] = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
-REAL_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})  # what a dtype cast may touch
+REAL_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})  # that a model computes in
+SMALL_FLOATS = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})  # to store; F8_E8M0 is for scales
+CAST_FLOATS = REAL_FLOATS | SMALL_FLOATS  # what a dtype cast touches
 
 
 def nbytes_of(dtype: str, shape: Sequence[int]) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .checkpoint import SourceTensor
 from .cut import Cut, Rows, rows_of
 from .errors import CheckpointError
-from .header import DTYPE_BITS, REAL_FLOATS, TensorEntry, encode_header, nbytes_of
+from .header import CAST_FLOATS, DTYPE_BITS, TensorEntry, encode_header, nbytes_of
 from .plan import REPLICATED, Style
 
 FORMAT_VERSION = 1
@@ -109,7 +109,7 @@ def stored_tensors(
     cast_to: str | None,
     keep_fp32: Iterable[str],
 ) -> list[StoredTensor]:
-    """The tensors of the set in source order. A cast touches real floating point only; `keep_fp32` names go to F32.
+    """The tensors of the set in source order. A cast touches `CAST_FLOATS` only, `keep_fp32` names go to F32.
 
     Raises `CheckpointError` for tensors to be cut whose elements do not fill bytes.
     """
@@ -117,7 +117,7 @@ def stored_tensors(
     result, issues = [], []
     for source in sources:
         name, dtype = source.entry.name, source.entry.dtype
-        if cast_to and dtype in REAL_FLOATS:
+        if cast_to and dtype in CAST_FLOATS:
             dtype = "F32" if name in kept else cast_to
         style, cut = cuts.get(name, (REPLICATED, None))
         if cut is not None and DTYPE_BITS[dtype] % 8:

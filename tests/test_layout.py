@@ -191,11 +191,12 @@ def _source(name: str, dtype: str, shape: tuple[int, ...] = (4,)) -> SourceTenso
 
 
 def test_d1_d4_d7_a_cast_touches_real_floating_point_only() -> None:
-    """bf16 goes to real floats; integers, bools, complex and F8 stay; named islands go to float32 (D1, D4, D7)."""
-    dtypes = ["F64", "F32", "F16", "BF16", "I64", "BOOL", "U8", "C64", "F8_E4M3", "F4"]
+    """bf16 goes to real floats, 8-bit ones too; integers, bools, complex, scales and packed ones stay; named islands
+    go to float32 (D1, D4, D7)."""
+    dtypes = ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "BOOL", "U8", "C64", "F8_E8M0", "F4"]
     sources = [_source(f"x.{dtype}", dtype) for dtype in dtypes]
     cast = stored_tensors([*sources, _source("time_embedder.w", "F16")], {}, "BF16", ["time_embedder.w", "x.I64"])
-    assert [tensor.dtype for tensor in cast] == ["BF16"] * 4 + ["I64", "BOOL", "U8", "C64", "F8_E4M3", "F4", "F32"]
+    assert [tensor.dtype for tensor in cast] == ["BF16"] * 6 + ["I64", "BOOL", "U8", "C64", "F8_E8M0", "F4", "F32"]
     plain = stored_tensors(sources, {}, None, [])
     assert [tensor.dtype for tensor in plain] == dtypes
 

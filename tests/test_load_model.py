@@ -428,6 +428,26 @@ def test_d1_a_cast_leaves_fp32_modules_and_integers_alone(toy):
             assert torch.equal(found[name][1], expected[name])
 
 
+def test_bare_float8_is_cast_on_loading(toy):
+    """Weights stored as 8-bit floats without scales load in the dtype asked for, to what torch's cast gives, and the
+    model runs; without one they stay as they are stored."""
+    _, out = toy(Kept, 1)
+    file = next((out.parent / "source").glob("*.safetensors"))
+    stored = {name: tensor.to(torch.float8_e4m3fn) if tensor.is_floating_point() else tensor
+              for name, tensor in load_file(file).items()}  # fmt: skip
+    save_file(stored, file, {"format": "pt"})
+    shardconv.convert(out.parent / "source", out.parent / "small", tp=1)
+    loaded = loader.load_model(out.parent / "small", device="cpu", dtype=BF16)
+    for name, tensor in loaded.state_dict().items():
+        kept = name.split(".")[0] in ("norm", "down")
+        expected = stored[name]
+        if expected.is_floating_point():
+            expected = expected.to(torch.float32 if kept else BF16)
+        assert (tensor.dtype, torch.equal(tensor, expected)) == (expected.dtype, True), name
+    plain = loader.load_model(out.parent / "small", device="cpu").state_dict()
+    assert {name: tensor.dtype for name, tensor in plain.items()} == {name: t.dtype for name, t in stored.items()}
+
+
 @pytest.mark.parametrize("way", ["cast", "stored"])
 def test_tables_are_computed_in_the_dtype_of_the_model(way, toy):
     """Buffers whose dtype follows the one a model is built in are those of `from_pretrained`, cast or stored so."""

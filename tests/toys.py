@@ -125,7 +125,8 @@ def raw(tensor: torch.Tensor) -> Raw:
     names = {
         "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "bool": "BOOL", "uint8": "U8",
         "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "uint16": "U16", "complex64": "C64",
-        "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+        "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
+        "float8_e5m2fnuz": "F8_E5M2FNUZ",
     }  # fmt: skip
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return names[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape), flat.numpy().tobytes()
