@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from shardconv.checkpoint import MANIFEST_NAME, WEIGHTS_STEM
-from shardconv.destination import set_folder_name, sets_in
+from shardconv.destination import degree_of, set_folder_name, sets_in
 from shardconv.errors import SetError
 
 
@@ -30,7 +29,7 @@ def find_set(path: str | os.PathLike[str], subfolder: str | None, size: int) -> 
     if sets:
         raise SetError(no_set_for(size, component, sets))
     for folder in (component, component / set_folder_name(size)):
-        if re.fullmatch(r"tp\d+", folder.absolute().name) and folder.is_dir():
+        if degree_of(folder.absolute().name) and folder.is_dir():
             raise SetError(f"{folder}: no {MANIFEST_NAME}, so not a complete set; fetch or convert it again")
     if (component / f".{set_folder_name(size)}.partial").is_dir():
         raise SetError(f"{component}: the conversion for tp degree {size} did not finish; run shardconv convert again")

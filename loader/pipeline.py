@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardconv.crew import stoppable
-from shardconv.destination import sets_in
+from shardconv.destination import sets_in, unfinished_degree
 from shardconv.errors import LoadError, SetError, UsageError
 from shardconv.models import DIFFUSERS
 from shardconv.sources import MODEL_INDEX, pipeline_components
@@ -141,6 +141,11 @@ def _sharded_components(folder: Path, given: Mapping[str, Any]) -> list[str]:
     if not folder.is_dir():
         raise SetError(f"{folder}: no such folder; give the folder that shardconv convert wrote")
     if not (folder / MODEL_INDEX).is_file():
+        begun = sorted(degree for name in os.listdir(folder) if (degree := unfinished_degree(name)))
+        if begun:
+            raise SetError(
+                f"{folder}: the conversion for tp degree {begun[0]} did not finish; run shardconv convert again"
+            )
         raise SetError(f"{folder}: no {MODEL_INDEX}, so not a converted pipeline; use load_model for one component")
     listed = pipeline_components(folder)
     sharded = [name for name in listed if sets_in(folder / name)]

@@ -195,6 +195,24 @@ def select_files(names: Iterable[str], variant: str | None, stem: str = WEIGHTS_
     return None
 
 
+_VARIANTS = (  # how file names tell their variant, now and before
+    re.compile(r"\.(?P<variant>[\w-]+?)(-\d+-of-\d+)?\.safetensors"),
+    re.compile(r"-\d+-of-\d+\.(?P<variant>[\w-]+)\.safetensors"),
+    re.compile(r"\.safetensors\.index\.(?P<variant>[\w-]+)\.json"),
+    re.compile(r"\.safetensors\.(?P<variant>[\w-]+)\.index\.json"),
+)
+
+
+def variants_in(names: Iterable[str]) -> set[str]:
+    """Variants of weights among file names, which may be in folders; of diffusers' components and of transformers'."""
+    found = set()
+    for name in (name.rpartition("/")[2] for name in names):
+        stem = next((stem for stem in (WEIGHTS_STEM, "model") if name.startswith(stem)), None)
+        matches = (pattern.fullmatch(name[len(stem) :]) for pattern in _VARIANTS) if stem else ()
+        found |= {match["variant"] for match in matches if match}
+    return found
+
+
 def open_checkpoint(folder: Path, variant: str | None = None, elsewhere: Iterable[str] = ()) -> Checkpoint:
     """Read config, index and headers of a component folder; every fault found is in one `CheckpointError`.
 

@@ -20,11 +20,13 @@ from .destination import (
     check_links,
     check_space,
     clear_leftovers,
+    copied_nbytes,
     leftover_nbytes,
     link_files,
     sets_in,
+    unfinished,
 )
-from .errors import CheckpointError, Interrupted, OutputError, SetError, ShardconvError, ShardconvWarning, UsageError
+from .errors import CheckpointError, Interrupted, OutputError, SetError, ShardconvWarning, UsageError
 from .fetching import Snapshot
 from .journal import Journal, conversion_key, finished
 from .links import followed
@@ -151,9 +153,10 @@ def convert_all(
     rest = rest_of_pipeline(located.folder, sharded) if located.is_pipeline and subfolder is None else []
     if located.snapshot and (options.dry_run or options.low_disk):  # these files are not here
         rest = located.snapshot.rest(sharded) if rest else []
-        issues = lowdisk.rest_issues(located.snapshot, out, rest)
+        differing = lowdisk.differing(located.snapshot, out, rest)
     else:
-        issues = _check_rest(located.folder, out, rest, tell)
+        differing = _differing(located.folder, out, rest, tell)
+    issues = [] if options.overwrite else differing
     if issues:
         raise OutputError(*issues)
     there = [_existing(job, options, new_progress) for job in jobs]
@@ -163,29 +166,28 @@ def convert_all(
             Outcome(job.component, job.folder, job.manifest, job.warnings, False, download, job.forecast)
             for job in jobs
         ]
-    needed = sum(
-        max(0, job.plan.layout.nbytes - leftover_nbytes(job.folder))
-        for job, known in zip(jobs, there, strict=True)
-        if known is None
-    )
+    left = [job for job, known in zip(jobs, there, strict=True) if known is None]
+    needed = sum(max(0, job.plan.layout.nbytes - leftover_nbytes(job.folder)) for job in left)
     if scarce:
-        needed += sum(scarce.listing.files[name].nbytes for name in rest if not (out / name).exists())
-        left = [job for job, known in zip(jobs, there, strict=True) if known is None]
-        needed += max((file.header.file_nbytes for job in left for file in job.checkpoint.files), default=0)
-    issues = check_space(out, needed) if needed else []
+        copied = sum(scarce.listing.files[name].nbytes for name in rest if not (out / name).exists())
+        copied += max((file.header.file_nbytes for job in left for file in job.checkpoint.files), default=0)
+    else:
+        copied = copied_nbytes(located.folder, out, rest)
+    issues = check_space(out, needed, copied)
     if issues:
         raise OutputError(*issues)
     outcomes: list[Outcome] = []
-    with standing(outcomes):
+    steps = len(left) + bool(differing or any(not (out / name).exists() for name in rest))
+    with standing(outcomes), unfinished(out, options.tp, sharded if rest else [], steps):
         for job, known in zip(jobs, there, strict=True):
             if known is not None:
                 clear_leftovers(job.folder)
             manifest = known or _execute(job, options.overwrite, cold, new_progress, tell, scarce)
             outcomes.append(Outcome(job.component, job.folder, manifest, job.warnings, known is not None))
         if scarce:
-            lowdisk.bring_rest(scarce, out, rest)
+            lowdisk.bring_rest(scarce, out, rest, options.overwrite)
         else:
-            link_files(located.folder, out, rest)
+            link_files(located.folder, out, rest, options.overwrite)
     return outcomes
 
 
@@ -201,7 +203,7 @@ def standing(outcomes: Sequence[Outcome]) -> Iterator[None]:
         raise Interrupted(f"{', '.join(written)} stands complete, what follows it does not; run it again") from None
 
 
-def _check_rest(folder: Path, out: Path, names: Sequence[str], tell: Callable[[str], None]) -> list[str]:
+def _differing(folder: Path, out: Path, names: Sequence[str], tell: Callable[[str], None]) -> list[str]:
     """Issues that forbid bringing the files `names` of a pipeline's `folder` into `out`; says which links bring in."""
     linked = followed(names, folder)
     if linked:
@@ -279,31 +281,26 @@ def _execute(
     layout, total = job.plan.layout, job.plan.read_nbytes
     files = {file.name: file.nbytes for file in layout.files}
     key = conversion_key(job.manifest, [] if scarce else [file.path for file in job.checkpoint.files])
-    try:
-        with PartialFolder(job.folder) as partial:
-            done = finished(partial.path, key, files)
-            there = sum(job.plan.sources[name].entry.nbytes for name in done)
-            if done:
-                tell(f"{job.folder}: resuming, {there:,} of {total:,} bytes are there already")
-            progress = new_progress("convert", total)
-            progress(there)
-            outputs = partial.create(files, keep=bool(done))
-            with Journal(partial.path, key, outputs) as journal:
-                if scarce:
-                    digests = lowdisk.run(job, scarce, outputs, progress, done, journal)
-                else:
-                    digests = engine.run(job.plan, outputs, progress, cold, done, journal.add)
-            _check_tied(job, digests)
-            manifest = _with_source_digests(job, {name: each.source for name, each in digests.items()})
-            _check_siblings(job, manifest)
-            manifest = replace(manifest, digests={name: each.slices for name, each in digests.items()})
-            manifest = write_headers(manifest, layout, outputs)
-            partial.write_beside(CONFIG_NAME, job.checkpoint.config_bytes)
-            partial.publish({MANIFEST_NAME: manifest.to_json().encode()}, overwrite)
-    except OSError as error:
-        if isinstance(error, ShardconvError):
-            raise
-        raise OutputError(f"{job.folder}: {error.strerror}; nothing was left behind") from error
+    with PartialFolder(job.folder) as partial:
+        done = finished(partial.path, key, files)
+        there = sum(job.plan.sources[name].entry.nbytes for name in done)
+        if done:
+            tell(f"{job.folder}: resuming, {there:,} of {total:,} bytes are there already")
+        progress = new_progress("convert", total)
+        progress(there)
+        outputs = partial.create(files, keep=bool(done))
+        with Journal(partial.path, key, outputs) as journal:
+            if scarce:
+                digests = lowdisk.run(job, scarce, outputs, progress, done, journal)
+            else:
+                digests = engine.run(job.plan, outputs, progress, cold, done, journal.add)
+        _check_tied(job, digests)
+        manifest = _with_source_digests(job, {name: each.source for name, each in digests.items()})
+        _check_siblings(job, manifest)
+        manifest = replace(manifest, digests={name: each.slices for name, each in digests.items()})
+        manifest = write_headers(manifest, layout, outputs)
+        partial.write_beside(CONFIG_NAME, job.checkpoint.config_bytes)
+        partial.publish({MANIFEST_NAME: manifest.to_json().encode()}, overwrite)
     return manifest
 
 

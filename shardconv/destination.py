@@ -15,22 +15,29 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM
-from .errors import HubError, OutputError
+from .errors import HubError, OutputError, ShardconvError
 from .layout import REPLICATED_FILE
 
 JOURNAL_NAME = "progress.jsonl"  # what a folder under construction says about itself
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_SET_FOLDER = re.compile(r"tp([1-9][0-9]*)")
 _RANK_FILE = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
 
 
 def set_folder_name(tp: int) -> str:
     """Sets of several degrees stand side by side in one component folder."""
     return f"tp{tp}"
+
+
+def degree_of(name: str) -> int | None:
+    """The tp degree of a set's folder, as `set_folder_name` names it; None for any other name, such as tp04."""
+    found = _SET_FOLDER.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 def is_set_file(name: str) -> bool:
@@ -82,10 +89,9 @@ def sets_in(component: Path) -> dict[int, Path]:
     """tp degree -> folder of every complete set in a component folder."""
     found = {}
     for entry in os.scandir(component) if component.is_dir() else ():
-        degree = entry.name.removeprefix("tp")
-        named = degree.isdecimal() and entry.name == set_folder_name(int(degree))
-        if named and (component / entry.name / MANIFEST_NAME).is_file():
-            found[int(degree)] = component / entry.name
+        degree = degree_of(entry.name)
+        if degree and (component / entry.name / MANIFEST_NAME).is_file():
+            found[degree] = component / entry.name
     return dict(sorted(found.items()))
 
 
@@ -100,37 +106,109 @@ def leftover_nbytes(folder: Path) -> int:
 def clear_leftovers(folder: Path) -> None:
     """Remove what processes left that were killed while they replaced the set `folder`, which is the one wanted."""
     _clear(_aside(folder))
+    with claimed(_partial(folder)) as is_ours:
+        if is_ours:
+            _clear(_partial(folder))
+
+
+@contextlib.contextmanager
+def claimed(folder: Path) -> Iterator[bool]:
+    """Whether `folder` is there and no other process works in it, as far as locks can tell; none does until left."""
     try:
-        lock = os.open(_partial(folder), _FOLDER_FLAGS)
+        fd = os.open(folder, _FOLDER_FLAGS)
     except OSError:
+        yield False
         return
     try:
-        if _lock(lock):
-            _clear(_partial(folder))
-    except BlockingIOError:  # another process is writing there
-        pass
+        try:
+            is_ours = _lock(fd) and _locks_are_real(folder)
+        except BlockingIOError:
+            is_ours = False
+        yield is_ours
     finally:
-        os.close(lock)
+        os.close(fd)
 
 
-def check_space(out: Path, nbytes: int) -> list[str]:
-    """An issue when the file system of `out` has less than `nbytes` free or cannot be written."""
-    existing = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
+def check_space(out: Path, nbytes: int, copied: int = 0) -> list[str]:
+    """Issues when the file system of `out` cannot be written, or has less free than sets of `nbytes` and `copied` bytes
+    of other files take."""
+    if not nbytes + copied:
+        return []
+    existing = _existing(out)
     issues = []
     if not os.access(existing, os.W_OK | os.X_OK) or os.statvfs(existing).f_flag & os.ST_RDONLY:
         issues.append(f"{existing}: cannot be written; choose a folder you may write to")
     free = shutil.disk_usage(existing).free
-    if nbytes > free:
-        issues.append(
-            f"{existing}: the set takes {nbytes:,} bytes, {free:,} are free; make room or choose another disk"
-        )
+    if nbytes + copied > free:
+        what = f"the set takes {nbytes:,} bytes" + (f", files to be copied beside it {copied:,}" if copied else "")
+        issues.append(f"{existing}: {what}, {free:,} are free; make room or choose another disk")
     return issues
+
+
+def _existing(out: Path) -> Path:
+    """`out`, or the nearest folder above it that there is."""
+    return next(parent for parent in (out, *out.absolute().parents) if parent.exists())
+
+
+def copied_nbytes(source: Path, out: Path, names: Iterable[str]) -> int:
+    """Bytes of the files `names` of `source` that `link_files` will have to copy into `out`: they are on another file
+    system, or somebody else's, as far as that can be known before, or take the place of others."""
+    device = _existing(out).stat().st_dev
+    nbytes = 0
+    for name in names:
+        real, target = (source / name).resolve(), out / name
+        if target.exists():
+            nbytes += 0 if _is_same(target, real) else real.stat().st_size
+        elif real.stat().st_dev != device or _is_protected(real):
+            nbytes += real.stat().st_size
+    return nbytes
+
+
+def _is_protected(path: Path) -> bool:
+    """Whether the system refuses a hard link to it (fs.protected_hardlinks): somebody else's, and not ours to write."""
+    return os.geteuid() not in (0, path.stat().st_uid) and not os.access(path, os.R_OK | os.W_OK)
+
+
+def unfinished_name(tp: int) -> str:
+    """The file in an output folder that says that the pipeline for this tp degree is not complete in it."""
+    return f".{set_folder_name(tp)}.unfinished"
+
+
+def unfinished_degree(name: str) -> int | None:
+    """The tp degree that a file of that name speaks of; None for any other file."""
+    return degree_of(name.removeprefix(".").removesuffix(".unfinished")) if name.endswith(".unfinished") else None
+
+
+@contextlib.contextmanager
+def unfinished(out: Path, tp: int, components: Sequence[str], steps: int) -> Iterator[None]:
+    """While sets of `components` for `tp` ranks, then the rest of their pipeline, are written into `out`, a file says
+    so: what a kill leaves is no pipeline. It stays after an error, unless nothing of this was written. `steps`: how
+    many things are to appear; one appears whole by itself, and needs no such file."""
+    marker = out / unfinished_name(tp)
+    if not components or (steps < 2 and not marker.exists()):
+        yield
+        return
+    made = _make_folders(out)
+    try:
+        marker.touch()
+        sync_folder(out)
+    except OSError as error:
+        raise OutputError(f"{marker}: cannot be written ({error.strerror}); choose another OUT") from None
+    is_done = False
+    try:
+        yield
+        is_done = True
+    finally:
+        if is_done or not any((out / name / set_folder_name(tp)).exists() for name in components):
+            marker.unlink(missing_ok=True)
+            remove_folders(made)
 
 
 class PartialFolder:
     """A folder under construction. Use as a context manager: left without `publish`, it removes what it wrote.
 
-    Raises `OutputError` when another process is writing the same folder or the target refuses.
+    Raises `OutputError` when another process is writing the same folder or the target refuses; an `OSError` in its
+    block is a fault of the target, and becomes one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -151,7 +229,7 @@ class PartialFolder:
             is_new = _make_folder(self._partial)
             lock = os.open(self._partial, _FOLDER_FLAGS)
             try:
-                locked = _lock(lock)
+                locked = _lock(lock) and _locks_are_real(self._partial)
             except BlockingIOError:
                 raise OutputError(f"{self._partial}: another process is writing here; wait for it to end") from None
             if not locked and not is_new:
@@ -258,6 +336,11 @@ class PartialFolder:
                     path.unlink(missing_ok=True)
                 remove_folders([self._partial, *self._made_folders])
             os.close(self._lock)
+        if isinstance(error, OSError) and not isinstance(error, ShardconvError):
+            what = "nothing was left behind"
+            if self._published:
+                what = "it is complete, but may not outlast a power loss; look at the disk, then run shardconv verify"
+            raise OutputError(f"{self._folder}: {error.strerror}; {what}") from error
 
 
 @contextlib.contextmanager
@@ -298,10 +381,22 @@ def _lock(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.EBADF, errno.EINVAL, errno.EOPNOTSUPP):
+        if error.errno in (errno.ENOLCK, errno.EBADF, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
             return False
         raise
     return True
+
+
+def _locks_are_real(locked: Path) -> bool:
+    """Whether a second lock of the folder `locked`, which this process has locked, is refused. On some network file
+    systems every lock is granted."""
+    fd = os.open(locked, _FOLDER_FLAGS)
+    try:
+        return not _lock(fd)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
 
 
 def remove_folders(folders: Iterable[Path]) -> None:
@@ -376,41 +471,46 @@ def _write_new(path: Path, data: bytes) -> None:
 
 def check_links(source: Path, out: Path, names: Iterable[str]) -> list[str]:
     """Issues that forbid bringing the files `names` of `source` into `out`: a different file stands there."""
-    issues = []
-    for name in names:
-        target = out / name
-        if target.exists() and not (target.samefile(source / name) or _same_bytes(target, source / name)):
-            issues.append(f"{target}: differs from {source / name}; move it away or name another OUT")
-    return issues
+    return [
+        f"{out / name}: differs from {source / name}; move it away or name another OUT, or add --overwrite"
+        for name in names
+        if (out / name).exists() and not _is_same(out / name, source / name)
+    ]
 
 
-def link_files(source: Path, out: Path, names: Iterable[str]) -> None:
-    """Hard-link (across file systems: copy) files, given relative to `source`, into `out`, where they are not yet.
+def _is_same(target: Path, source: Path) -> bool:
+    return target.samefile(source) or _same_bytes(target, source)
+
+
+def link_files(source: Path, out: Path, names: Iterable[str], overwrite: bool = False) -> None:
+    """Hard-link (across file systems: copy) files, given relative to `source`, into `out`, where they are not yet; with
+    `overwrite` also where another file stands.
 
     Links in a Hub cache are followed, so that `out` holds files. Raises `OutputError` when the target refuses.
     """
     for name in names:
         real, target = (source / name).resolve(), out / name
-        if target.exists():
+        if target.exists() and not (overwrite and not _is_same(target, real)):
             continue
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(real, target)
-            except OSError:  # another file system, or one without hard links; a real fault shows in copying too
-                _copy(real, target)
+            _bring(real, target)
         except OSError as error:
             raise OutputError(f"{target}: cannot be written ({error.strerror}); choose another OUT") from None
 
 
-def _copy(source: Path, target: Path) -> None:
-    """Copy a file so that `target` appears whole or not at all; also when two processes do it at once."""
+def _bring(source: Path, target: Path) -> None:
+    """Link or copy a file so that `target` appears whole or not at all, also when two processes do it at once."""
+    if not target.exists():
+        with contextlib.suppress(OSError):  # another file system, or one without hard links
+            os.link(source, target)
+            return
     temporary = target.with_name(f".{target.name}.shardconv-partial")
     with open(temporary, "ab") as file:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
         try:
-            if not target.exists():
+            if not (target.exists() and _is_same(target, source)):
                 shutil.copyfile(source, temporary)
                 os.fsync(file.fileno())
                 os.replace(temporary, target)

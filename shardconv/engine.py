@@ -94,7 +94,10 @@ class _Reader:
         view = self._buffer[:nbytes]
         position = 0
         while position < nbytes:
-            nr_read = os.preadv(self._fd, [view[position:]], self._offset + position)
+            try:
+                nr_read = os.preadv(self._fd, [view[position:]], self._offset + position)
+            except OSError as error:
+                raise _unreadable(self._extent.path, error) from error
             if nr_read == 0:
                 name = self._extent.path.name
                 raise CheckpointError(f"{name}: the file became shorter while it was read; leave it alone and rerun")
@@ -103,6 +106,10 @@ class _Reader:
         self.digest.update(view)
         self._workers.progress(nbytes)
         return view
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{path}: cannot be read ({error.strerror}); look at its disk, or fetch the file again")
 
 
 class _Stopped(Exception):
@@ -131,7 +138,10 @@ class _Workers:
         """`work` of every item, in order; the first error ends all of them."""
         with ExitStack() as stack:
             for path in self._paths:
-                self.fds[path] = os.open(path, os.O_RDONLY)
+                try:
+                    self.fds[path] = os.open(path, os.O_RDONLY)
+                except OSError as refused:
+                    raise _unreadable(path, refused) from refused
                 stack.callback(os.close, self.fds[path])
             executor = stack.enter_context(ThreadPoolExecutor(self.nr, "shardconv"))
 
@@ -168,7 +178,7 @@ def run(
     `done` are left as they are; `add` is called, by the worker, with each other one as soon as it is written.
 
     Returns the digests by tensor name. Memory: WORKERS times two chunks. Raises `CheckpointError` when a source file
-    changes under the reader, `OSError` when the system refuses a read or a write; nothing is retried.
+    changes under the reader or cannot be read, `OSError` when the system refuses a write; nothing is retried.
     """
     extents = _extents(plan)
     workers = _Workers({extent.path for extent in extents.values()}, progress)
@@ -216,8 +226,8 @@ def digests(extents: Sequence[Extent], progress: Progress) -> list[str | OSError
     def work(extent: Extent) -> str | OSError | CheckpointError:
         try:
             return _digest(workers, extent)
-        except (OSError, CheckpointError) as error:
-            return error
+        except CheckpointError as error:
+            return error.__cause__ if isinstance(error.__cause__, OSError) else error
 
     return workers.each(extents, work)
 

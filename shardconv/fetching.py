@@ -58,8 +58,9 @@ class Snapshot:
         return spoken if self.repo.name in spoken else f"{self.repo.name} at {self.listing.commit[:7]}: {spoken}"
 
     def rest(self, sharded: Collection[str]) -> list[str]:
-        """Names of the files that do not belong to the components `sharded`."""
-        return [name for name in self.names if name.rpartition("/")[0].split("/")[0] not in sharded]
+        """Names of the files that do not belong to the components `sharded`; `model_index.json` last."""
+        rest = [name for name in self.names if name.rpartition("/")[0].split("/")[0] not in sharded]
+        return sorted(rest, key=lambda name: name == MODEL_INDEX)
 
 
 @dataclass(frozen=True, slots=True)

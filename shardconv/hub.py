@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from .checkpoint import MANIFEST_NAME
 from .crew import PATIENCE_S, Crew, check_stop
+from .destination import degree_of
 from .errors import HubError, UsageError
 from .hub_errors import patiently
 from .jsonfile import MAX_JSON_NBYTES
@@ -70,9 +71,10 @@ def cache_folder(cache_dir: str | None) -> Path:
 
 def degrees_in(listing: Listing, component: str) -> dict[int, str]:
     """tp degree -> folder of the sets of a component ("" for the root) in a repo."""
-    pattern = re.compile(rf"({re.escape(component)}{'/' if component else ''}tp([1-9]\d*))/{re.escape(MANIFEST_NAME)}")
-    found = [match for name in listing.files if (match := pattern.fullmatch(name))]
-    return dict(sorted((int(match[2]), match[1]) for match in found))
+    folders = [name.removesuffix(f"/{MANIFEST_NAME}") for name in listing.files if name.endswith(f"/{MANIFEST_NAME}")]
+    parts = [folder.rpartition("/") for folder in folders]
+    return dict(sorted((degree, f"{place}/{name}".lstrip("/")) for place, _, name in parts
+                       if place == component and (degree := degree_of(name))))  # fmt: skip
 
 
 def digest_of(path: Path, like: str) -> str:

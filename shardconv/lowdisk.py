@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from . import engine
+from .destination import claimed
 from .errors import OutputError
 from .fetching import Snapshot
 from .hub import digest_of
 from .journal import Journal
 from .layout import ConvertPlan
 from .preparation import Job
+
+_STAGING = ".shardconv.source-"  # what the name of a folder for downloads begins with
 
 
 def run(
@@ -62,10 +66,10 @@ def _staging(folder: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def rest_issues(snapshot: Snapshot, out: Path, names: Sequence[str]) -> list[str]:
+def differing(snapshot: Snapshot, out: Path, names: Sequence[str]) -> list[str]:
     """Issues that forbid bringing the files `names` of the repo into `out`: a different file stands there."""
     return [
-        f"{out / name}: differs from that of {snapshot.repo.name}; move it away or name another OUT"
+        f"{out / name}: differs from that of {snapshot.repo.name}; move it away or name another OUT, or add --overwrite"
         for name in names
         if (out / name).exists() and not _is_there(snapshot, out, name)
     ]
@@ -78,15 +82,30 @@ def _is_there(snapshot: Snapshot, out: Path, name: str) -> bool:
     return is_as_long and (not known.digest or digest_of(out / name, known.digest) == known.digest)
 
 
-def bring_rest(snapshot: Snapshot, out: Path, names: Sequence[str]) -> None:
-    """Download files of the repo into `out`, where they are not yet."""
-    with _staging(out / ".shardconv.source") as staging:
+def bring_rest(snapshot: Snapshot, out: Path, names: Sequence[str], overwrite: bool = False) -> None:
+    """Download files of the repo into `out`, where they are not yet; with `overwrite` also where others stand."""
+    with _own_staging(out) as staging:
         for name in names:
             target = out / name
-            if target.exists():
+            if target.exists() and not (overwrite and not _is_there(snapshot, out, name)):
                 continue
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(snapshot.repo.download(snapshot.listing, name, staging), target)
             except FileNotFoundError as error:
                 raise OutputError(f"{target}: cannot be written ({error.strerror}); choose another OUT") from None
+
+
+@contextmanager
+def _own_staging(out: Path) -> Iterator[Path]:
+    """A folder in `out` for the downloads of this process alone; those that killed ones left go."""
+    for folder in out.glob(f"{_STAGING}*"):
+        with claimed(folder) as is_ours:
+            if is_ours:
+                shutil.rmtree(folder, ignore_errors=True)
+    staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=out))
+    try:
+        with claimed(staging):
+            yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

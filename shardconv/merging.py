@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import engine
-from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, config_digest, read_config
-from .destination import PartialFolder, check_space, link_files, remove_folders
-from .errors import OutputError, SetError, ShardconvError, every
+from .checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM, config_digest, read_config
+from .destination import PartialFolder, check_space, copied_nbytes, link_files, remove_folders
+from .errors import OutputError, SetError, every
 from .header import TensorEntry, encode_header, nbytes_of
 from .layout import StoredTensor
 from .manifest import Manifest
@@ -68,13 +68,14 @@ def merge(
         OutputError: `out` is not empty, cannot be written or lacks room. Nothing is left behind.
     """
     path, out = Path(path), Path(out)
+    _check_place(path, out)
     jobs = every(lambda name: _prepare(path / name, name, max_shard_nbytes), components_in(path), SetError)
     is_pipeline = jobs[0].component != "" and (path / MODEL_INDEX).is_file()
     rest = rest_of_pipeline(path, [job.component for job in jobs]) if is_pipeline else []
     existed = out.exists()
     if existed and (not out.is_dir() or any(out.iterdir())):
         raise OutputError(f"{out}: expected a new or empty folder, found something in it; name another OUT")
-    issues = check_space(out, sum(job.nbytes for job in jobs))
+    issues = check_space(out, sum(job.nbytes for job in jobs), copied_nbytes(path, out, rest))
     if issues:
         raise OutputError(*issues)
     written: list[str] = []
@@ -86,6 +87,15 @@ def merge(
         _undo(out, [*written, *rest], existed)
         raise
     return [*written, *rest]
+
+
+def _check_place(path: Path, out: Path) -> None:
+    """Raises `OutputError` when OUT is what is read, or lies in it."""
+    home = path.absolute().parent if (path / MANIFEST_NAME).is_file() else path
+    place = out.resolve()
+    for real in {home.resolve(), path.resolve()}:
+        if real == place or real in place.parents:
+            raise OutputError(f"{out}: lies inside {real}, which is read and stays as it is; name another OUT")
 
 
 def _prepare(component: Path, name: str, limit: int) -> _Job:
@@ -102,22 +112,17 @@ def _prepare(component: Path, name: str, limit: int) -> _Job:
 def _execute(job: _Job, out: Path, new_progress: Callable[[str, int], engine.Progress]) -> list[str]:
     """Write one component; the names of its files, relative to the whole OUT."""
     progress = new_progress("merge", job.plan.read_nbytes)
-    try:
-        with PartialFolder(out.absolute()) as partial:
-            outputs = partial.create({file.name: file.nbytes for file in job.weights})
-            check_digests(job.manifest, engine.reroute(job.plan, outputs, progress))
-            for file, fd in zip(job.weights, outputs, strict=True):
-                engine.write_all(fd, memoryview(file.header), 0)
-            last = {CONFIG_NAME: job.config_bytes}
-            if len(job.weights) > 1:
-                last[f"{WEIGHTS_STEM}.safetensors.index.json"] = _index(job.manifest.tensors, job.weights)
-            if out.exists():
-                out.rmdir()
-            partial.publish(last)
-    except OSError as error:
-        if isinstance(error, ShardconvError):
-            raise
-        raise OutputError(f"{out}: {error.strerror}; nothing was left behind") from error
+    with PartialFolder(out.absolute()) as partial:
+        outputs = partial.create({file.name: file.nbytes for file in job.weights})
+        check_digests(job.manifest, engine.reroute(job.plan, outputs, progress))
+        for file, fd in zip(job.weights, outputs, strict=True):
+            engine.write_all(fd, memoryview(file.header), 0)
+        last = {CONFIG_NAME: job.config_bytes}
+        if len(job.weights) > 1:
+            last[f"{WEIGHTS_STEM}.safetensors.index.json"] = _index(job.manifest.tensors, job.weights)
+        if out.exists():
+            out.rmdir()
+        partial.publish(last)
     return [str(Path(job.component, name)) for name in [*last, *(file.name for file in job.weights)]]
 
 

@@ -18,11 +18,13 @@ from .destination import (
     check_component,
     check_links,
     check_space,
+    copied_nbytes,
     link_files,
     set_folder_name,
     sets_in,
+    unfinished,
 )
-from .errors import OutputError, SetError, ShardconvError, ShardconvWarning, UsageError, every
+from .errors import OutputError, SetError, ShardconvWarning, UsageError, every
 from .layout import SetLayout, plan_layout
 from .manifest import FileRecord, Manifest
 from .plan import REPLICATED
@@ -102,18 +104,19 @@ def reshard_all(
     )
     is_pipeline = components != [""] and (path / MODEL_INDEX).is_file() and path.resolve() != out.resolve()
     rest = rest_of_pipeline(path, components) if is_pipeline else []
-    issues = check_links(path, out, rest)
+    issues = [] if overwrite else check_links(path, out, rest)
     there = [None if overwrite else _existing(job) for job in jobs]
     needed = sum(job.layout.nbytes for job, known in zip(jobs, there, strict=True) if known is None)
-    issues += check_space(out, needed) if needed else []
+    issues += check_space(out, needed, copied_nbytes(path, out, rest))
     if issues:
         raise OutputError(*issues)
     outcomes: list[Outcome] = []
-    with standing(outcomes):
+    steps = there.count(None) + any(not (out / name).exists() for name in rest)
+    with standing(outcomes), unfinished(out, tp, components if is_pipeline else [], steps):
         for job, known in zip(jobs, there, strict=True):
             manifest = known or _execute(job, overwrite, new_progress)
             outcomes.append(Outcome(job.component, job.folder, manifest, job.warnings, known is not None))
-        link_files(path, out, rest)
+        link_files(path, out, rest, overwrite)
     return outcomes
 
 
@@ -203,17 +206,12 @@ def _existing(job: _Job) -> Manifest | None:
 def _execute(job: _Job, overwrite: bool, new_progress: NewProgress) -> Manifest:
     plan = engine.RoutePlan(job.layout.tensors, slices_of(job.source, job.files), job.layout.starts)
     progress = new_progress("reshard", plan.read_nbytes)
-    try:
-        with PartialFolder(job.folder) as partial:
-            outputs = partial.create({file.name: file.nbytes for file in job.layout.files})
-            digests = engine.reroute(plan, outputs, progress)
-            check_digests(job.source, digests)
-            manifest = replace(job.target, digests={name: each.written for name, each in digests.items()})
-            manifest = write_headers(manifest, job.layout, outputs)
-            partial.write_beside(CONFIG_NAME, job.config_bytes)
-            partial.publish({MANIFEST_NAME: manifest.to_json().encode()}, overwrite)
-    except OSError as error:
-        if isinstance(error, ShardconvError):
-            raise
-        raise OutputError(f"{job.folder}: {error.strerror}; nothing was left behind") from error
+    with PartialFolder(job.folder) as partial:
+        outputs = partial.create({file.name: file.nbytes for file in job.layout.files})
+        digests = engine.reroute(plan, outputs, progress)
+        check_digests(job.source, digests)
+        manifest = replace(job.target, digests={name: each.written for name, each in digests.items()})
+        manifest = write_headers(manifest, job.layout, outputs)
+        partial.write_beside(CONFIG_NAME, job.config_bytes)
+        partial.publish({MANIFEST_NAME: manifest.to_json().encode()}, overwrite)
     return manifest

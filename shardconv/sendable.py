@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME
-from .destination import sets_in
+from .destination import degree_of, sets_in, unfinished_degree
 from .errors import SetError, ShardconvError, UsageError
 from .links import files_in, leads_out, link_issues
 from .manifest import Manifest
@@ -57,6 +56,7 @@ def sendable(out: Path, degrees: Collection[int] | None) -> Sendable:
     issues: list[str] = []
     sets: list[SendableSet] = []
     others: dict[str, Path] = {}
+    issues += _unfinished_pipelines(out, degrees)
     for component in components:
         folder = out / component
         issues += _unfinished(folder, degrees)
@@ -97,8 +97,17 @@ def _holds_sets(folder: Path) -> bool:
 
 def _degree_of(name: str) -> int | None:
     """The tp degree that the folder of a set, finished or not, is for."""
-    match = re.fullmatch(r"\.?tp(\d+)(\.partial)?", name)
-    return int(match[1]) if match else None
+    under_construction = name.startswith(".") and name.endswith(".partial")
+    return degree_of(name[1 : -len(".partial")] if under_construction else name)
+
+
+def _unfinished_pipelines(out: Path, degrees: Collection[int] | None) -> list[str]:
+    found = [degree for name in os.listdir(out) if (degree := unfinished_degree(name))]
+    return [
+        f"{out}: the conversion for tp degree {degree} did not finish; run shardconv convert again, then push"
+        for degree in found
+        if degrees is None or degree in degrees or not (out / MODEL_INDEX).is_file()
+    ]
 
 
 def _unfinished(component: Path, degrees: Collection[int] | None) -> list[str]:

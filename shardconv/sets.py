@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import xxhash
 
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME
-from .destination import sets_in
+from .destination import degree_of, sets_in
 from .errors import SetError, ShardconvError
 from .header import FileHeader
 from .jsonfile import parse
@@ -33,7 +32,7 @@ class SetFile:
 def set_folders(component: Path) -> list[Path]:
     """The `tpN` folders of a component folder, complete or not."""
     found = component.iterdir() if component.is_dir() else ()
-    return sorted(child for child in found if re.fullmatch(r"tp\d+", child.name) and child.is_dir())
+    return sorted(child for child in found if degree_of(child.name) and child.is_dir())
 
 
 def components_in(path: Path) -> list[str]:

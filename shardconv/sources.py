@@ -35,6 +35,14 @@ class Located:
     def is_pipeline(self) -> bool:
         return (self.folder / MODEL_INDEX).is_file()
 
+    def names(self, subfolder: str | None) -> list[str]:
+        """Names of the files of the source, of one component or of all, whether they are here or not."""
+        places = [subfolder] if subfolder else ["", *(pipeline_components(self.folder) if self.is_pipeline else ())]
+        if self.snapshot:
+            return [name for place in places for name in self.snapshot.names_in(place)]
+        folders = [self.folder / place for place in places]
+        return [name for folder in folders if folder.is_dir() for name in os.listdir(folder)]
+
 
 def locate(
     source: str | os.PathLike[str],
@@ -131,16 +139,19 @@ def pipeline_components(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def rest_of_pipeline(folder: Path, sharded: Sequence[str]) -> list[str]:
-    """Everything else that belongs to the pipeline, relative to its folder: `model_index.json`, licence and card, the
-    other components. Raises `CheckpointError` for links that must not be followed (links.py) or lead nowhere."""
+    """Everything else that belongs to the pipeline, relative to its folder: licence and card, the other components, and
+    last `model_index.json`, which says that there is a pipeline.
+
+    Raises `CheckpointError` for links that must not be followed (links.py) or lead nowhere.
+    """
     about = ("LICENSE", "README", "NOTICE")
-    names = [MODEL_INDEX]
-    names += [
+    names = [
         name for name in sorted(os.listdir(folder)) if name.upper().startswith(about) and (folder / name).is_file()
     ]
     for component in pipeline_components(folder):
         if component not in sharded and (folder / component).is_dir():
             names += sorted(str(path.relative_to(folder)) for path in files_in(folder / component))
+    names.append(MODEL_INDEX)
     issues = link_issues(names, folder)
     if issues:
         raise CheckpointError(*issues)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import engine
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME, Checkpoint, config_digest, open_checkpoint, read_config
-from .destination import is_hidden, is_set_file
+from .destination import degree_of, is_hidden, is_set_file
 from .errors import SetError, ShardconvError
 from .header import FileHeader
 from .layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
@@ -69,7 +68,7 @@ def verify_all(
     path = Path(path)
     if path.is_file():
         return [_verify_file(path, source, new_progress)]
-    if (path / MANIFEST_NAME).is_file() or re.fullmatch(r"tp\d+", path.absolute().name):
+    if (path / MANIFEST_NAME).is_file() or degree_of(path.absolute().name):
         return [_verify_set(path, source, new_progress)]
     found = []
     for component in components_in(path):

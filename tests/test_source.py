@@ -141,14 +141,14 @@ def test_b4_without_a_variant_its_files_are_not_read(source: Path, out: Path) ->
     assert [file.name for file in manifest.source.files] == list(SHARDS)
 
 
-def test_b4_a_missing_variant_falls_back_aloud(source: Path, out: Path) -> None:
-    """A folder without files of the variant gives its default ones, as in a pipeline, and says so."""
-    with pytest.warns(ShardconvWarning) as caught:
-        manifest = convert(source, out, tp=2, variant="bf16")
-    assert [str(each.message) for each in caught] == [
-        f"{source}: no files of variant 'bf16', the default ones are taken"
-    ]
-    assert manifest.source.variant is None
+def test_b4_a_variant_that_nothing_has_is_refused(source: Path, refused: Refused) -> None:
+    """A variant of which there is no file at all is an error, as it may be mistyped; it lists those there are."""
+    said = f"{source}: no files of variant 'bf16', found "
+    assert refused(CheckpointError, variant="bf16") == f"{said}none at all, leave --variant out"
+    for name in ("diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.int8-00001-of-00002.safetensors",
+                 "diffusion_pytorch_model.safetensors.index.fp8.json"):  # fmt: skip
+        (source / name).write_bytes(b"")
+    assert refused(CheckpointError, variant="bf16") == f"{said}fp16, fp8, int8"
 
 
 def test_b6_a_tensor_that_the_index_lacks(source: Path, refused: Refused) -> None:
