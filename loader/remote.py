@@ -14,9 +14,11 @@ from shardconv.checkpoint import CONFIG_NAME, MANIFEST_NAME
 from shardconv.destination import set_folder_name
 from shardconv.errors import SetError, UsageError
 from shardconv.fetching import component_files
-from shardconv.hub import Listing, RemoteFile, Repo, cache_folder, degrees_in, is_repo_name
+from shardconv.hub import Listing, RemoteFile, Repo, degrees_in, is_repo_name
+from shardconv.hub_cache import cache_folder
 from shardconv.layout import REPLICATED_FILE, rank_file_name
 from shardconv.sources import MODEL_INDEX, pipeline_components
+from shardconv.tokens import usable_token
 
 from .agreement import together
 from .ranks import Ranks
@@ -39,7 +41,11 @@ class Asking:
         if self.force_download and self.local_files_only:
             raise UsageError("force_download: fetches afresh, which local_files_only forbids; give one of them")
         cache_dir = None if self.cache_dir is None else os.fspath(self.cache_dir)
-        return Repo(name, self.token, cache_dir, self.local_files_only, f"{name}: not a folder here, and the Hub says")
+        subject = f"{name}: not a folder here, and the Hub says"
+        repo = Repo(name, usable_token(self.token), cache_dir, self.local_files_only, subject)
+        if self.force_download and repo.offline:
+            raise UsageError("force_download: fetches afresh, which HF_HUB_OFFLINE forbids; unset it, or leave it out")
+        return repo
 
 
 def is_repo(path: str | os.PathLike[str], ranks: Ranks) -> bool:
@@ -57,7 +63,7 @@ def needed_files(degree: int, rank: int, size: int) -> list[str]:
 
 def fetch_set(name: str, subfolder: str | None, ranks: Ranks, asking: Asking) -> Path:
     """The folder of the set for this group, with this rank's files in it. Every rank must call it."""
-    repo, component = asking.repo(name), subfolder or ""
+    repo, component = together(ranks, lambda: asking.repo(name))[ranks.rank], subfolder or ""
     listing, leads = _begin(repo, [_inside(component, CONFIG_NAME)], ranks, asking)
     own, shared = together(ranks, lambda: _set_files(repo, listing, component, ranks))[ranks.rank]
     folder = _fetch(repo, listing, own, lambda: shared, leads, ranks, asking)
@@ -67,7 +73,7 @@ def fetch_set(name: str, subfolder: str | None, ranks: Ranks, asking: Asking) ->
 def fetch_pipeline(name: str, given: Collection[str], variant: str | None, ranks: Ranks, asking: Asking) -> Path:
     """The folder of a pipeline with this rank's files in it, of all components but those `given`. Every rank must call
     it."""
-    repo = asking.repo(name)
+    repo = together(ranks, lambda: asking.repo(name))[ranks.rank]
     listing, leads = _begin(repo, [MODEL_INDEX], ranks, asking)
 
     def choose() -> tuple[list[str], list[tuple[list[str], list[str]]]]:
@@ -95,7 +101,7 @@ def _begin(repo: Repo, first: list[str], ranks: Ranks, asking: Asking) -> tuple[
     place = _place(cache_folder(repo.cache_dir))
 
     def ask() -> str:
-        found = repo.pin(asking.revision, first) if ranks.rank == 0 else None
+        found = repo.pin(asking.revision, first, force=asking.force_download) if ranks.rank == 0 else None
         files = [[file.name, file.nbytes, file.digest] for file in found.files.values()] if found else []
         return json.dumps([place, found.commit if found else "", files])
 

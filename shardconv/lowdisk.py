@@ -15,7 +15,7 @@ from pathlib import Path
 from . import engine
 from .errors import OutputError
 from .fetching import Snapshot
-from .hub import digest_of
+from .hub_cache import digest_of
 from .journal import Journal
 from .layout import ConvertPlan
 from .preparation import Job

@@ -10,22 +10,24 @@ from pathlib import Path
 
 from . import card
 from ._version import __version__
+from .access import Access, Owed, access_to, check_access, gate_for, owed_to
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .destination import is_set_file
 from .errors import HubError, SetError, Stopped, UsageError
-from .hub import Listing, RemoteFile, Repo, card_metadata, degrees_in, digest_of, front_matter, is_repo_name
+from .hub import Listing, RemoteFile, Repo, card_metadata, degrees_in, front_matter, is_repo_name
+from .hub_cache import digest_of
 from .jsonfile import parse
 from .layout import REPLICATED_FILE
 from .manifest import Manifest
 from .sendable import Sendable, SendableSet, sendable
 from .sources import MODEL_INDEX
+from .tokens import usable_token
 from .verifying import NewProgress, verify
 
 CARD = "README.md"
 MAX_FILE_NBYTES = 500 * 1000**3  # the Hub takes no larger file
 COMMIT_FILES = 100  # what the Hub advises; one set is never divided
-EMPTY = Listing("", {}, "")
-GATES = ("", "auto", "manual")  # of a repo, from open to strict
+EMPTY = Listing("", {})
 SAYING_NOTHING = {CARD, ".gitattributes"}  # files of a repo that holds nothing yet
 
 
@@ -87,6 +89,8 @@ def push(
         raise UsageError(f"{repo_id}: expected a repo such as org/name")
     if create_pr and revision:
         raise UsageError("--create-pr: goes to main, --revision to a branch; give one of them")
+    if usable_token(token) is False:
+        raise UsageError("token: False sends none, and without one nothing can be pushed; leave it out, or give one")
     local = sendable(Path(out), degrees)
     _check_sizes(local)
     for found in [each for place in local.sets for each in verify(place.folder, new_progress=new_progress)]:
@@ -100,7 +104,7 @@ def push(
         repo.check_write()
     elif not state:
         _check_may_create(repo)
-    gate = _gate_needed(repo, local.sets, state)
+    owed = _guard(repo, state, local, private)
     remote = branch_state or state or EMPTY
     units = _changes(Path(out), local, repo, remote, tell)
     sent = {name: _nbytes(content) for unit in units for name, content in unit.add.items()}
@@ -108,10 +112,7 @@ def push(
     report = Pushed(repo_id, "", state is None, tuple(each.name for each in local.sets), sent, deleted)
     if dry_run or (not units and (branch_state or create_pr)):
         return report
-    if state is None:
-        repo.create(private, gate)
-    elif gate and not state.gated:
-        repo.gate(gate)
+    _open(repo, state, owed, private)
     if branch_state is None and revision:
         repo.create_branch(revision)
     message = commit_message or f"Add {', '.join(report.sets)} (shardconv {__version__})"
@@ -308,32 +309,42 @@ def _source_card(manifest: Manifest, token: str | bool | None) -> str:
         return ""
 
 
-def _gate_needed(repo: Repo, sets: Iterable[SendableSet], there: Listing | None) -> str:
-    """How access to `repo`, found as `there`, must be gated: at least as to the repos that its weights come from. One
-    that shows nothing yet is gated before anything is sent.
+def _guard(repo: Repo, there: Listing | None, local: Sendable, private: bool) -> list[Owed]:
+    """What the repos that the weights come from ask of `repo`, found as `there`; a repo that shows nothing yet will be
+    gated by `_open`.
 
-    Raises `HubError` when it is gated less, and when that cannot be known: weights in the open do not come back.
+    Raises `HubError` when it is open to more people than they are, and when that cannot be known: weights in the open
+    do not come back.
     """
-    needed, source, closed = "", "", bool(there and there.gated)
-    for name in sorted({each.manifest.source.repo or "" for each in sets} - {"", repo.name}):
-        try:
-            gated = Repo(name, repo.token).listing(None).gated
-        except HubError as error:
-            if closed:
-                continue
-            raise HubError(
-                f"{repo.name}: whether access to {name}, which its weights come from, is gated cannot be known "
-                f"({error}); log in with an account that sees it, or gate {repo.name} in its settings before you push"
-            ) from None
-        if GATES.index(gated) > GATES.index(needed):
-            needed, source = gated, name
-    if there is None or GATES.index(there.gated) >= GATES.index(needed) or set(there.files) <= SAYING_NOTHING:
-        return needed
-    found = f"gated ({there.gated})" if there.gated else "not gated"
-    raise HubError(
-        f"{repo.name}: access to it is {found}, to {source}, which its weights come from, it is gated ({needed}); gate "
-        "it alike in its settings, then push again"
-    )
+    owed = owed_to((each.manifest.source.repo for each in local.sets if each.manifest.source.repo), repo)
+    access = access_to(there) if there else Access(gate_for(owed), private)
+    if there and _shows_nothing(there) and access.readers < Access(gate_for(owed), False).readers:
+        access = Access(gate_for(owed), access.private)
+    check_access(repo.name, access, owed, there is not None)
+    return owed
+
+
+def _shows_nothing(there: Listing) -> bool:
+    return set(there.files) <= SAYING_NOTHING
+
+
+def _open(repo: Repo, there: Listing | None, owed: list[Owed], private: bool) -> None:
+    """Make the repo, or the one that shows nothing yet, ready to be sent to: closed as it must be, then looked at."""
+    gate = gate_for(owed)
+    if there and access_to(there).readers >= Access(gate, False).readers:
+        return
+    if there is None:
+        repo.create(private)
+    try:
+        if gate:
+            repo.gate(gate)
+        access = access_to(repo.listing(None))
+        check_access(repo.name, access, owed, exists=True)
+        if there is None and private and not access.private:
+            raise HubError(f"{repo.name}: expected it to be private, found it open; somebody else made it, look at it")
+    except HubError as error:
+        made = "created, " if there is None else ""
+        raise error.reworded(lambda issue: f"{issue} ({made}nothing was sent; push again to go on)") from None
 
 
 def _send(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hub_clients
+import huggingface_hub
 import pytest
 import small_sets
 import toys
@@ -22,7 +24,7 @@ import shardconv
 from shardconv import CheckpointError, HubError, SetError, UsageError
 from shardconv.cli.main import main
 from shardconv.errors import as_one
-from shardconv.hub_errors import without_secrets
+from shardconv.tokens import without_secrets
 
 REPO = "org/tiny-tp"
 SOURCE = "their/flux"
@@ -107,8 +109,97 @@ def test_a_secret_is_blotted_out_in_every_form(secret: str) -> None:
 
 
 def test_an_unknown_token_is_blotted_out_too() -> None:
-    """What looks like a token of the Hub is never printed, whoever's it is; other words stay."""
-    assert without_secrets("b'Bearer hf_AbCdEfGh12' hf_hub and hf_transfer1", ()) == "b'***' hf_hub and ***"
+    """What looks like a token of the Hub is never printed, whoever's it is, nor passwords in addresses and signed
+    queries; other words, and repos that are called so, stay."""
+    words = "hf_hub_download org/hf_internal_testing_model hf_transfer1"
+    assert without_secrets(f"b'Bearer hf_AbCdEfGh12' {words} hf_{'aB3' * 11}", ()) == f"b'***' {words} ***"
+    address = "https://me:word@mirror.org/x?X-Signature=abc&Expires=1 http://127.0.0.1:80/y"
+    assert without_secrets(address, ()) == "https://***@mirror.org/x?*** http://127.0.0.1:80/y"
+
+
+@pytest.mark.parametrize("before", ["", "a", "me", "you"])
+@pytest.mark.parametrize("behind", ["", "\n", ":x"])
+def test_a_secret_is_blotted_out_in_base64(before: str, behind: str) -> None:
+    """Wherever it stands in what was encoded, in either alphabet: nothing of it can be read back."""
+    from base64 import b64encode, urlsafe_b64encode
+
+    secret = "hf_a?b>c~9"
+    for encode in (b64encode, urlsafe_b64encode):
+        coded = encode(f"{before}:{secret}{behind}".encode()).decode()
+        assert without_secrets(f"Basic {coded}, says x", (secret,)) == "Basic ***, says x"
+
+
+@pytest.mark.parametrize("token", [5, b"hf_alice", ["hf_alice"]])
+def test_a_token_of_another_kind_is_refused(filled: Repo, token: Any) -> None:
+    """Bytes, numbers and lists are no token, and are not quoted."""
+    with pytest.raises(
+        UsageError, match=r"^token: expected text, True, False or None, found (int|bytes|list)"
+    ) as caught:
+        load(token=token)
+    assert "alice" not in str(caught.value)
+
+
+def test_a_saved_token_that_cannot_be_had_is_said(hub: StandInHub, filled: Repo, client: Any, monkeypatch: Any) -> None:
+    """The file of the login cannot be read, or HF_TOKEN holds what cannot be sent: one sentence, nothing is asked; with
+    a token given, and offline, it does not matter."""
+    load()
+    hub.log.clear()
+    monkeypatch.setenv("HF_TOKEN", "hf_\u00e4lice")
+    with pytest.raises(HubError, match="holds what no token does; copy it again: hf auth login") as caught:
+        load()
+    assert "lice" not in str(caught.value)
+    monkeypatch.delenv("HF_TOKEN")
+    Path(client["HF_HOME"], "token").mkdir()
+    with pytest.raises(HubError, match=r"the saved token cannot be had \(.*/token: Is a directory\); log in"):
+        load()
+    assert hub.log == []
+    load(token="hf_alice")
+    load(token=False)
+    load(local_files_only=True)
+
+
+def test_pushing_without_a_token_makes_no_sense(hub: StandInHub, client: Any) -> None:
+    """`token=False`, or one that cannot be sent, is refused before anything is read."""
+    for token, words in ((False, "without one nothing can be pushed"), ("hf_a b", "expected printable ASCII")):
+        with pytest.raises(UsageError, match=f"^token: .*{words}"):
+            shardconv.push("nowhere", REPO, token=token)
+
+
+def chain(error: BaseException | None) -> list[str]:
+    """The texts of an error and of all that led to it, shown or not."""
+    said = []
+    while error is not None:
+        said += [str(error), repr(error), *map(str, getattr(error, "__notes__", ()))]
+        error = error.__cause__ or error.__context__
+    return said
+
+
+@pytest.mark.parametrize("status", [403, 418])
+def test_nothing_raised_with_an_error_shows_a_token(
+    hub: StandInHub, filled: Repo, client: Any, monkeypatch: Any, status: int
+) -> None:
+    """A server that repeats the tokens that it could know: the one given, that of HF_TOKEN and the saved one."""
+    Path(client["HF_HOME"]).mkdir()
+    Path(client["HF_HOME"], "token").write_text("hf_saved12\n")
+    hub.users["hf_given34"] = hub.users["hf_alice"]
+    secrets = ("hf_given34", "hf_alice", "hf_saved12")
+    hub.fail("GET", "/api/models/", status=status, text=f"no {' '.join(secrets)}")
+    with pytest.raises(HubError) as caught:
+        load(token="hf_given34\n")
+    assert not [text for text in chain(caught.value) for secret in secrets if secret in text]
+
+
+def test_an_unforeseen_fault_comes_with_its_traceback(hub: StandInHub, filled: Repo, monkeypatch: Any) -> None:
+    """What the client did is there for SHARDCONV_DEBUG=1, without the token in it."""
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise LookupError("hf_alice did what nobody foresaw")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
+    with pytest.raises(HubError, match=r"the Hub's client failed \(LookupError: \*\*\* did what") as caught:
+        load()
+    assert "in fail\n" in str(caught.value.__cause__)
+    assert not [text for text in chain(caught.value) if "hf_alice" in text]
 
 
 @pytest.mark.slow
@@ -180,16 +271,84 @@ def test_two_groups_of_a_node_fetch_once(hub: StandInHub, filled: Repo, tmp_path
     assert len(fetched) == len(set(fetched)) > 0
 
 
-def test_what_is_not_in_the_cache_is_named(filled: Repo, client: Any) -> None:
-    """`local_files_only` with a file missing speaks of that file and of no option that nobody gave."""
+def test_what_is_not_in_the_cache_is_named(filled: Repo, client: Any, monkeypatch: Any) -> None:
+    """`local_files_only`, or HF_HUB_OFFLINE, with files missing names each with repo and commit, says how to fetch it,
+    and speaks of no option that nobody gave; one that was given is refused."""
     load()
-    [link] = Path(client["HF_HOME"]).glob(f"hub/*/snapshots/*/{RANK}")
-    link.unlink()
-    with pytest.raises(HubError, match=f"{RANK}: not in the cache") as caught:
-        load(local_files_only=True)
-    assert "force" not in str(caught.value)
-    with pytest.raises(UsageError, match="force_download: fetches afresh, which local_files_only forbids"):
-        load(local_files_only=True, force_download=True)
+    commit = filled.refs["main"]
+    names, command = ["transformer/config.json", RANK], f"hf download {REPO}"
+    for name in names:
+        [link] = Path(client["HF_HOME"]).glob(f"hub/*/snapshots/*/{name}")
+        link.unlink()
+    words = "not in the cache, and the Hub is not asked or does not answer; fetch it once with a network"
+    for options, instead in (({"local_files_only": True}, "local_files_only"), ({}, "HF_HUB_OFFLINE")):
+        with pytest.raises(HubError) as caught:
+            load(**options)
+        assert caught.value.issues == tuple(
+            f"{REPO} at {commit[:7]}: {name}: {words} (without {instead}, or: {command} {name} --revision {commit})"
+            for name in names
+        )
+        with pytest.raises(UsageError, match=f"force_download: fetches afresh, which {instead} forbids"):
+            load(**options, force_download=True)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match=r"org/never at v1: not in the cache, and the Hub is not asked"):
+        loader.load_model("org/never", revision="v1", local_files_only=True)
+
+
+def test_what_another_program_fetched_in_part_is_enough(hub: StandInHub, filled: Repo, client: Any) -> None:
+    """A cache that holds what a rank needs and not all of the repo, and knows that, loads offline."""
+    filled.commit(filled.files() | {"other/big.bin": File("x", b"of no matter")}, "more")
+    huggingface_hub.snapshot_download(REPO, allow_patterns=["transformer/**"])
+    hub.log.clear()
+    load(local_files_only=True)
+    assert hub.log == []
+
+
+def test_the_first_file_is_compared_too(hub: StandInHub, filled: Repo, client: Any) -> None:
+    """The config, which is fetched by the name of the revision, arrives altered: an error, and it does not stay."""
+    hub.fail("GET", "/resolve/main/transformer/config.json", edit=lambda data: b"?" + data[1:])
+    with pytest.raises(HubError, match=r"transformer/config.json: arrived altered"):
+        load()
+    assert not list(Path(client["HF_HOME"]).glob("hub/*/snapshots/*/transformer/config.json"))
+    load()
+
+
+def test_force_fetches_each_file_once_from_an_empty_cache_too(hub: StandInHub, filled: Repo) -> None:
+    """Also the one that says which commit it is."""
+    for _ in range(2):
+        hub.log.clear()
+        load(force_download=True)
+        assert sorted(set(hub.fetched(REPO))) == hub.fetched(REPO)
+        assert len(hub.fetched(REPO)) == 4
+
+
+def test_content_under_another_etag_is_compared(hub: StandInHub, filled: Repo) -> None:
+    """A mirror with etags of its own: what the cache has by the Hub's digest is not what arrives."""
+    load()
+    filled.commit(filled.files() | {"README.md": File("README.md", b"card")}, "card")
+    hub.fail("HEAD", f"/resolve/.*{RANK}", times=2, put={"X-Linked-ETag": '"of-the-mirror"'})
+    hub.fail("GET", "/storage/", edit=lambda data: data[:-1] + b"?")
+    with pytest.raises(HubError, match=f"{RANK}: arrived altered"):
+        load()
+
+
+def test_a_dry_run_counts_what_the_cache_has(hub: StandInHub, client: Any, tmp_path: Path, capsys: Any) -> None:
+    """Content that was fetched with another commit would not be downloaded again."""
+    source = hub.add_folder(SOURCE, small_sets.source("flux"))
+    shardconv.convert(SOURCE, tmp_path / "out", tp=2)
+    source.commit(source.files() | {"README.md": File("README.md", b"card")}, "card")
+    assert main(["convert", "--tp", "4", "--dry-run", "--json", SOURCE, str(tmp_path / "new")]) == 0
+    assert json.loads(capsys.readouterr().out)["download"] == {"README.md": 4}
+
+
+def test_low_disk_does_not_take_a_shortened_file_of_the_cache(hub: StandInHub, client: Any, tmp_path: Path) -> None:
+    """The client would copy it; it is downloaded instead."""
+    hub.add_folder(SOURCE, small_sets.source("flux"))
+    shardconv.convert(SOURCE, tmp_path / "out", tp=2)
+    [link] = Path(client["HF_HOME"]).glob("hub/*/snapshots/*/*.safetensors")
+    os.truncate(link.resolve(), 5000)
+    shardconv.convert(SOURCE, tmp_path / "new", tp=2, low_disk=True)
+    assert toys.contents(tmp_path / "new") == toys.contents(tmp_path / "out")
 
 
 # Gates
@@ -200,9 +359,7 @@ def out(tmp_path: Path) -> Path:
     """A set whose manifest says that it came from SOURCE."""
     folder = tmp_path / "out"
     shardconv.convert(small_sets.source("flux"), folder, tp=2)
-    manifest = shardconv.Manifest.read(folder / "tp2")
-    source = replace(manifest.source, repo=SOURCE, revision="0" * 40)
-    (folder / "tp2" / "shardconv.json").write_text(replace(manifest, source=source).to_json())
+    come_from(folder, SOURCE)
     return folder
 
 
@@ -247,9 +404,118 @@ def test_a_source_that_cannot_be_asked_is_taken_for_gated(hub: StandInHub, clien
     with pytest.raises(HubError, match=f"whether access to {SOURCE}, .* is gated cannot be known .*not found"):
         shardconv.push(out, REPO)
     assert not pushed(repo)
-    repo.gated = "auto"
+    repo.gated = "auto"  # of whoever accepts its terms: the source may be private
+    with pytest.raises(HubError, match=r"gated \(auto\), whether access to .*; log in .* by hand \(manual\)"):
+        shardconv.push(out, REPO)
+    repo.gated = "manual"
     shardconv.push(out, REPO)
     assert pushed(repo)
+
+
+def test_a_private_source_is_not_published(hub: StandInHub, client: Any, out: Path) -> None:
+    """A private repo's weights go to a private repo, or to one whose readers are chosen by hand; a new one is not made
+    public, one that is public is left alone."""
+    hub.add_repo("org/secret", private=True)
+    come_from(out, "org/secret")
+    with pytest.raises(HubError, match=r"would be open, to org/secret, .*, it is private; add --private$"):
+        shardconv.push(out, REPO)
+    assert REPO not in hub.repos
+    for about in ({}, {"gated": "auto"}):
+        repo = hub.add_repo(REPO, **about)
+        with pytest.raises(HubError, match=r"access to it is .*, it is private; make it private in its settings$"):
+            shardconv.push(out, REPO)
+        assert not pushed(repo)
+    for about in ({"gated": "manual"}, {"private": True}):
+        repo = hub.add_repo(REPO, **about)
+        shardconv.push(out, REPO)
+        assert pushed(repo)
+    shardconv.push(out, "org/new", private=True)
+    assert hub.repos["org/new"].private
+
+
+def come_from(out: Path, *sources: str) -> None:
+    """Make each set of `out` say that it was converted from one of `sources`, the last one for all that are left."""
+    for number, folder in enumerate(sorted(out.glob("**/tp*"))):
+        manifest = shardconv.Manifest.read(folder)
+        source = replace(manifest.source, repo=sources[min(number, len(sources) - 1)], revision="0" * 40)
+        (folder / "shardconv.json").write_text(replace(manifest, source=source).to_json())
+
+
+def test_a_gated_source_may_go_to_a_private_repo(hub: StandInHub, client: Any, out: Path) -> None:
+    """Nobody can read there whom its owner did not let in."""
+    hub.add_repo(SOURCE, gated="manual")
+    repo = hub.add_repo(REPO, {"theirs": b"1"}, private=True)
+    shardconv.push(out, REPO)
+    assert pushed(repo)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"status": 500},
+        {"status": 403},
+        {"status": 401},
+        {"status": 404},
+        {"lost": True},
+        {"edit": lambda data: data.replace(b'"gated"', b'"other"')},
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"create_pr": True}, {"revision": "b"}, {"dry_run": True}])
+def test_any_fault_of_asking_for_the_gate_closes_it(
+    hub: StandInHub, client: Any, out: Path, fault: Any, options: Any
+) -> None:
+    """Whatever keeps the gate of the source from being known, and wherever the weights would go: nothing is sent, the
+    reason is told, and pushing to a private repo is a way to go on."""
+    hub.add_repo(SOURCE, gated="auto")
+    hub.fail("GET", f"/api/models/{SOURCE}", times=9, **fault)
+    hub.add_repo(REPO, {"theirs": b"1"})
+    with pytest.raises(HubError, match=rf"whether access to {SOURCE}, .* cannot be known \({SOURCE}: .*private"):
+        shardconv.push(out, REPO, **options)
+    assert [request.method for request in hub.log if request.method not in ("GET", "HEAD")] == []
+    hub.faults.clear()
+    hub.fail("GET", f"/api/models/{SOURCE}", times=9, **fault)
+    shardconv.push(out, "org/new", private=True)
+    assert hub.repos["org/new"].private
+    assert pushed(hub.repos["org/new"])
+
+
+def test_the_strictest_of_several_sources_counts(hub: StandInHub, client: Any, out: Path) -> None:
+    """Two sets of two repos: a new repo is gated as the stricter; every source that asks for more is named."""
+    shardconv.reshard(out, out, tp=4)
+    come_from(out, SOURCE, "their/other")
+    hub.add_repo(SOURCE, gated="auto")
+    hub.add_repo("their/other", gated="manual")
+    shardconv.push(out, "org/new")
+    assert hub.repos["org/new"].gated == "manual"
+    hub.add_repo(REPO, {"theirs": b"1"})
+    with pytest.raises(HubError) as caught:
+        shardconv.push(out, REPO)
+    assert len(caught.value.issues) == 2
+
+
+def test_an_empty_repo_is_gated_before_anything_is_sent(hub: StandInHub, client: Any, out: Path) -> None:
+    """One that shows nothing yet, and is gated less than it must be."""
+    hub.add_repo(SOURCE, gated="manual")
+    repo = hub.add_repo(REPO, gated="auto")
+    shardconv.push(out, REPO)
+    assert (repo.gated, pushed(repo)) == ("manual", True)
+
+
+def test_a_gate_that_is_not_there_after_all_stops_the_push(
+    hub: StandInHub, client: Any, out: Path, monkeypatch: Any
+) -> None:
+    """The Hub says yes to gating and to privacy, and does neither: looked at before anything is sent."""
+    hub.add_repo(SOURCE, gated="auto")
+    monkeypatch.setattr(huggingface_hub.HfApi, "update_repo_settings", lambda *args, **options: None)
+    with pytest.raises(HubError, match=r"is open, .* it is gated \(auto\); .* \(created, nothing was sent; push again"):
+        shardconv.push(out, REPO)
+    hub.repos[SOURCE].gated = ""
+    monkeypatch.setattr(
+        huggingface_hub.HfApi, "create_repo", lambda self, name, **options: hub.add_repo(name, private=False)
+    )
+    with pytest.raises(HubError, match="expected it to be private, found it open"):
+        shardconv.push(out, "org/new", private=True)
+    assert not any(map(pushed, hub.repos.values()))
 
 
 # Reasons

@@ -204,8 +204,10 @@ def test_h13_offline_a_partial_cache_is_refused(filled: StandInHub, tmp_path: Pa
     link.unlink()
     failed = ranks.same(ranks.run(load_component, {**settings, "HF_HUB_OFFLINE": "1"}, REPO, options, n=2))
     assert failed.error == "LoadError"
+    commit, name = filled.repos[REPO].refs["main"], "transformer/tp2/rank-00001-of-00002.safetensors"
     said = "not in the cache, and the Hub is not asked or does not answer; fetch it once with a network"
-    assert failed.issues == (f"rank 1: {SAYS}transformer/tp2/rank-00001-of-00002.safetensors: {said}",)
+    way = f"without HF_HUB_OFFLINE, or: hf download {REPO} {name} --revision {commit}"
+    assert failed.issues == (f"rank 1: {REPO} at {commit[:7]}: {name}: {said} ({way})",)
 
 
 @pytest.mark.slow
