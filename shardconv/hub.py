@@ -140,7 +140,8 @@ class Repo:
         if self.offline or first is None or (revision and _COMMIT.fullmatch(revision)):
             return found
         is_new = force or not self._places(found, first)
-        path = self._get(found, first, revision=revision, cache_dir=self.cache_dir, force_download=force)
+        options: dict[str, Any] = {"revision": revision, "cache_dir": self.cache_dir, "force_download": force}
+        path = Path(self._ask(lambda api: api.hf_hub_download(self.name, first, **options), revision=revision))
         commit = path.parents[first.count("/")].name
         if commit != found.commit:  # somebody has just pushed
             found, is_new = self.listing(commit), True
