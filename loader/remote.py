@@ -12,7 +12,7 @@ from typing import Any
 
 from shardconv.checkpoint import CONFIG_NAME, MANIFEST_NAME
 from shardconv.destination import set_folder_name
-from shardconv.errors import SetError, UsageError
+from shardconv.errors import HubError, SetError, UsageError
 from shardconv.fetching import component_files
 from shardconv.hub import Listing, RemoteFile, Repo, degrees_in, is_repo_name
 from shardconv.hub_cache import cache_folder
@@ -78,6 +78,8 @@ def fetch_pipeline(name: str, given: Collection[str], variant: str | None, ranks
 
     def choose() -> tuple[list[str], list[tuple[list[str], list[str]]]]:
         """The components that are not sharded, and the files of those that are."""
+        if MODEL_INDEX not in listing.files and repo.offline:
+            raise HubError(repo.not_cached(listing, MODEL_INDEX))
         if MODEL_INDEX not in listing.files:
             raise SetError(f"{name}: no {MODEL_INDEX}, so not a converted pipeline; use load_model for one component")
         wanted = [each for each in pipeline_components(repo.fetch(listing, [MODEL_INDEX])) if each not in given]
@@ -154,11 +156,14 @@ def _set_files(repo: Repo, listing: Listing, component: str, ranks: Ranks) -> tu
     own = [f"{folder}/{name}" for name in needed_files(degree, ranks.rank, ranks.size)]
     shared = [_inside(component, CONFIG_NAME), f"{folder}/{MANIFEST_NAME}"]
     replicated = f"{folder}/{REPLICATED_FILE}"
+    absent = [name for name in own + shared if name not in listing.files]
+    if absent and not repo.offline:  # offline it was not fetched, as far as this cache goes
+        raise SetError(f"{_where(repo, listing, component)}: {folder} lacks {', '.join(absent)}; push it again, whole")
     return own, shared + ([replicated] if replicated in listing.files else [])
 
 
 def _no_set(repo: Repo, listing: Listing, component: str, held: Collection[int], size: int) -> str:
-    where = f"{repo.name} at {listing.commit[:7]}" + (f", {component}" if component else "")
+    where = _where(repo, listing, component)
     if held:
         return (
             f"{where}: converted for tp degree {' and '.join(map(str, held))}, this group has {size} ranks; start as "
@@ -168,7 +173,14 @@ def _no_set(repo: Repo, listing: Listing, component: str, held: Collection[int],
     inner = [name for name in inner if degrees_in(listing, name)]
     if inner and not component:
         return f"{where}: the set is in {', '.join(inner)}; add subfolder={inner[0]!r}"
+    if repo.offline:
+        return f"{where}: no {MANIFEST_NAME} of a set; fetch it once with a network, or check repo and subfolder"
     return f"{where}: no converted set in it; run: shardconv convert --tp {size} {repo.name} OUT"
+
+
+def _where(repo: Repo, listing: Listing, component: str) -> str:
+    known = " as far as it is in the cache" if repo.offline else ""
+    return f"{repo.name} at {listing.short_commit}{known}" + (f", {component}" if component else "")
 
 
 def _inside(component: str, name: str) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .errors import HubError
 from .hub import Listing, Repo
 
 EVERYBODY, WHO_ACCEPTS, WHO_IS_LET_IN = range(3)  # who reads it: all, those who accept its terms, those whom it chooses
+
+SAYING_NOTHING = {"README.md", ".gitattributes"}  # files of a repo that holds nothing yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +45,43 @@ class Owed:
         return self.access.readers if self.access else WHO_IS_LET_IN
 
 
-def access_to(listing: Listing) -> Access:
+def owed_to_sources(repo: Repo, there: Listing | None, sources: Iterable[str], private: bool) -> list[Owed]:
+    """What the repos `sources`, which weights come from, ask of `repo`, found as `there` (None: it will be made, so
+    `private`).
+
+    Raises `HubError` when it is, or would be, open to more people than they are, and when that cannot be known: weights
+    in the open do not come back.
+    """
+    owed = [_ask(name, repo.token) for name in sorted(set(sources) - {repo.name})]
+    access = _access_to(there) if there else Access(_gate_for(owed), private)
+    if there and set(there.files) <= SAYING_NOTHING and access.readers < Access(_gate_for(owed), False).readers:
+        access = Access(_gate_for(owed), access.private)  # as `make_ready` will have it
+    _check(repo.name, access, owed, there is not None)
+    return owed
+
+
+def make_ready(repo: Repo, there: Listing | None, owed: Sequence[Owed], private: bool) -> None:
+    """Make the repo, or the one that shows nothing yet, ready to be sent to: closed as it must be, then looked at."""
+    gate = _gate_for(owed)
+    if there and _access_to(there).readers >= Access(gate, False).readers:
+        return
+    if there is None:
+        repo.create(private)
+    try:
+        if gate:
+            repo.gate(gate)
+        access = _access_to(repo.listing(None))
+        _check(repo.name, access, owed, exists=True)
+        if there is None and private and not access.private:
+            raise HubError(f"{repo.name}: expected it to be private, found it open; somebody else made it, look at it")
+    except HubError as error:
+        made = "created, " if there is None else ""
+        raise error.reworded(lambda issue: f"{issue} ({made}nothing was sent; push again to go on)") from None
+
+
+def _access_to(listing: Listing) -> Access:
     """Of a repo that is pushed to; what its answer does not tell counts as open."""
     return Access(listing.gated or "", listing.private)
-
-
-def owed_to(sources: Iterable[str], target: Repo) -> list[Owed]:
-    """What the repos `sources`, which weights come from, ask of `target`; the strictest first."""
-    owed = [_ask(name, target.token) for name in sorted(set(sources) - {target.name})]
-    return sorted(owed, key=lambda each: -each.readers)
 
 
 def _ask(name: str, token: str | bool | None) -> Owed:
@@ -64,13 +94,13 @@ def _ask(name: str, token: str | bool | None) -> Owed:
     return Owed(name, Access(listing.gated, listing.private))
 
 
-def gate_for(owed: Iterable[Owed]) -> str:
+def _gate_for(owed: Iterable[Owed]) -> str:
     """The gate that a new repo must get."""
     gates = {each.access.gated for each in owed if each.access and each.access.gated}
     return "" if not gates else "auto" if gates == {"auto"} else "manual"
 
 
-def check_access(target: str, access: Access, owed: Iterable[Owed], exists: bool) -> None:
+def _check(target: str, access: Access, owed: Iterable[Owed], exists: bool) -> None:
     """Raises `HubError` when `target`, which has or would get this access, is open to more people than a source."""
     issues = [
         f"{target}: access to it {'is' if exists else 'would be'} {access}, {_sentence(each)}; "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM, read_index, select_files
-from .errors import CheckpointError
+from .errors import CheckpointError, HubError
 from .header import MAX_HEADER_NBYTES
 from .hub import Listing, Repo
 from .sources import MODEL_INDEX, pipeline_components
@@ -81,6 +81,8 @@ def fetch(repo: Repo, revision: str | None, subfolder: str | None, variant: str 
     prefix = f"{subfolder}/" if subfolder else ""
     first = [f"{prefix}{CONFIG_NAME}"] if subfolder else [MODEL_INDEX, CONFIG_NAME]
     listing = repo.pin(revision, first)
+    if not any(name in listing.files for name in first) and repo.offline:
+        raise HubError(repo.not_cached(listing, first[0]))
     if not any(name in listing.files for name in first):
         raise CheckpointError(
             f"{repo.name}: nothing to convert in {subfolder or 'the repo'}, it has no {' and no '.join(first)}; check "

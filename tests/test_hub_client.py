@@ -566,6 +566,64 @@ def test_a_set_without_rank_files_is_left_off_the_card(hub: StandInHub, client: 
     assert "| 4 |" not in repo.files()["README.md"].data.decode()
 
 
+def test_a_set_that_lacks_a_file_is_no_set(hub: StandInHub, client: Any, out: Path, capsys: Any) -> None:
+    """A repo's set of another degree with one file missing or short is left off the card; to load it is refused by
+    what it lacks."""
+    hub.add_repo(SOURCE)
+    shardconv.reshard(out, out, tp=1)
+    shardconv.push(out, REPO)
+    repo = hub.repos[REPO]
+    for name in ("rank-00000-of-00001.safetensors", "replicated.safetensors"):
+        whole, name = repo.files(), f"tp1/{name}"
+        for data in (None, b"short"):
+            left = {each: file for each, file in whole.items() if each != name}
+            repo.commit(left | ({name: File(name, data)} if data else {}), "damage")
+            assert main(["push", "--degrees", "2", str(out), REPO]) == 0
+            assert f"{REPO}: tp1 lacks" in capsys.readouterr().err
+            assert "| (root) | 1 |" not in repo.files()["README.md"].data.decode()
+            if not data and name.startswith("tp1/rank"):
+                with pytest.raises(SetError, match=rf"{REPO} at \w+: tp1 lacks {name}; push it again, whole"):
+                    loader.load_model(REPO, device="cpu")
+        repo.commit(whole, "mended")
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda text: text.replace('"F32"', '"F16"', 1), "contradicts itself"),
+        (lambda text: text.replace('"version":"', '"version":"9'), "not as it was written"),
+        (lambda text: "[" * 100_000, "not JSON"),
+        (lambda text: "{}", "not a well-formed manifest"),
+    ],
+)  # fmt: skip
+def test_a_remote_manifest_is_read_as_strictly_as_ours(
+    hub: StandInHub, client: Any, out: Path, edit: Any, words: str
+) -> None:
+    """A manifest in the repo, beside what is pushed, that was edited or damaged: what is wrong and what to do, nothing
+    sent."""
+    hub.add_repo(SOURCE)
+    shardconv.reshard(out, out, tp=4)
+    text = (out / "tp4" / "shardconv.json").read_text()
+    assert edit(text) != text
+    repo = hub.add_repo(REPO, {"tp4/shardconv.json": edit(text).encode()})
+    with pytest.raises(SetError, match=rf"^{REPO}: tp4/shardconv.json: {words}.*; push that set again, or remove it"):
+        shardconv.push(out, REPO, degrees=[2])
+    assert not pushed(repo)
+
+
+def test_a_card_that_is_no_text_is_named(hub: StandInHub, client: Any, out: Path) -> None:
+    """Of the repo or of the folder, in another encoding: which one, before anything is sent."""
+    hub.add_repo(SOURCE)
+    (out / "README.md").write_bytes("caf\u00e9".encode("latin-1"))
+    with pytest.raises(SetError, match=rf"^{out}/README.md: expected text in UTF-8"):
+        shardconv.push(out, REPO)
+    assert REPO not in hub.repos
+    repo = hub.add_repo(REPO, {"README.md": "caf\u00e9".encode("latin-1")})
+    with pytest.raises(SetError, match=rf"^{REPO}: README.md: expected text in UTF-8"):
+        shardconv.push(out, REPO)
+    assert not pushed(repo)
+
+
 def test_a_remote_manifest_is_bounded(hub: StandInHub, client: Any, out: Path) -> None:
     """A manifest of a repo that is longer than any of ours is not read."""
     hub.add_repo(SOURCE)
