@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from . import models
 from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, leads_out, read_config, refuse_file
+from .destination import is_hidden
 from .errors import CheckpointError, PlanError, UsageError
 from .jsonfile import parse, read_bounded
 from .pagecache import is_cached
@@ -120,7 +121,7 @@ def pipeline_components(folder: Path) -> dict[str, tuple[str, str]]:
 
 def rest_of_pipeline(folder: Path, sharded: Sequence[str]) -> list[str]:
     """Everything else that belongs to the pipeline, relative to its folder: `model_index.json`, licence and card, the
-    other components. Raises `CheckpointError` for links that lead out of it."""
+    other components, no hidden files. Raises `CheckpointError` for links that lead out of it."""
     about = ("LICENSE", "README", "NOTICE")
     names = [MODEL_INDEX]
     names += [
@@ -128,8 +129,8 @@ def rest_of_pipeline(folder: Path, sharded: Sequence[str]) -> list[str]:
     ]
     for component in pipeline_components(folder):
         if component not in sharded and (folder / component).is_dir():
-            inside = (path for path in (folder / component).rglob("*") if path.is_file())
-            names += sorted(str(path.relative_to(folder)) for path in inside)
+            inside = (path.relative_to(folder) for path in (folder / component).rglob("*") if path.is_file())
+            names += sorted(str(path) for path in inside if not any(map(is_hidden, path.parts)))
     outside = {name: leads_out(folder / name, folder) for name in names}
     issues = [
         f"{name}: a link that leads out of its folder, to {real}; put the file itself there"

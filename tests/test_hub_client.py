@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -651,6 +652,64 @@ def test_hidden_files_are_never_sent_and_stop_nothing(
     shardconv.merge(out, out.parent / "merged")
     (out / "tp4" / "notes.txt").write_bytes(b"")
     assert main(["verify", "--quiet", str(out)]) == 1
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_hidden_files_outlive_a_replaced_set(out: Path, monkeypatch: Any, exchange: bool) -> None:
+    """`--overwrite` takes them over, files and folders, as does a second kill-free run; nothing is left beside the
+    set, also where the system cannot exchange two folders."""
+    if not exchange:
+        monkeypatch.setattr("ctypes.CDLL", lambda *args, **options: None)
+    (out / "tp2" / ".DS_Store").write_bytes(b"view")
+    (out / "tp2" / ".ipynb_checkpoints").mkdir()
+    (out / "tp2" / ".ipynb_checkpoints" / "a").write_bytes(b"a")
+    for whole in (True, False):
+        shardconv.convert(small_sets.source("flux"), out, tp=2, self_contained=whole, overwrite=True)
+        assert (out / "tp2" / ".DS_Store").read_bytes() == b"view"
+        assert (out / "tp2" / ".ipynb_checkpoints" / "a").read_bytes() == b"a"
+        assert sorted(path.name for path in out.iterdir()) == ["config.json", "tp2"]
+    shardconv.convert(small_sets.source("flux"), out, tp=2)
+    [found] = shardconv.verify(out)
+    assert found.ignored == (".DS_Store", ".ipynb_checkpoints")
+
+
+def test_hidden_files_of_a_killed_replacement_go_back(out: Path) -> None:
+    """What a killed process left of the old set is cleared away but for them."""
+    old = out / ".tp2.partial"
+    shutil.copytree(out / "tp2", old)
+    (old / ".DS_Store").write_bytes(b"view")
+    shardconv.convert(small_sets.source("flux"), out, tp=2)
+    assert (out / "tp2" / ".DS_Store").read_bytes() == b"view"
+    assert not old.exists()
+
+
+def test_hidden_folders_hold_no_sets(hub: StandInHub, client: Any, out: Path, tmp_path: Path, capsys: Any) -> None:
+    """A backup or a system's folder with sets in it, in a pipeline or beside a component: not verified, inspected,
+    merged, loaded nor sent; hidden files of the other components are not converted."""
+    pipe = tmp_path / "pipe"
+    for name in ("transformer", ".backup"):
+        shutil.copytree(out, pipe / name)
+    names = {"transformer": ["diffusers", "FluxTransformer2DModel"], "vae": ["diffusers", "AutoencoderKL"]}
+    (pipe / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline", **names}))
+    (pipe / "vae" / ".cache").mkdir(parents=True)
+    for name in ("config.json", ".DS_Store", ".cache/x"):
+        (pipe / "vae" / name).write_text("{}")
+    (pipe / ".backup" / "tp2" / "replicated.safetensors").write_bytes(b"damaged")
+    hub.add_repo(SOURCE)
+    assert len(shardconv.verify(pipe)) == 1
+    assert main(["inspect", str(pipe)]) == 0
+    assert "backup" not in capsys.readouterr().out
+    shardconv.push(pipe, REPO)
+    assert not [name for name in hub.repos[REPO].files() if "/." in f"/{name}" and name != ".gitattributes"]
+    merged = shardconv.merge(pipe, tmp_path / "merged")
+    assert sorted(merged) == [
+        "model_index.json",
+        "transformer/config.json",
+        "transformer/diffusion_pytorch_model.safetensors",
+        "vae/config.json",
+    ]
+    with pytest.raises(SetError, match=r"the set is in transformer; add subfolder='transformer'$"):
+        loader.load_model(pipe, device="cpu")
 
 
 @pytest.mark.parametrize("option", ["--dry-run", "--low-disk", "--quiet"])
