@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,10 @@ class Located:
     repo: str | None
     commit: str | None
     snapshot: Snapshot | None = None  # of the repo
+
+    def speaking(self, component: str = "", out: Path | None = None) -> AbstractContextManager[None]:
+        """See `Snapshot.speaking`; of a folder faults speak anyway."""
+        return self.snapshot.speaking(component, out) if self.snapshot else nullcontext()
 
     @property
     def is_pipeline(self) -> bool:
@@ -58,10 +63,7 @@ def locate(
     from .hub import Repo
 
     repo = Repo(name, subject=f"{name}: not a folder here, and the Hub says")
-    try:
-        snapshot = fetch(repo, revision, subfolder, variant, headers_only)
-    except CheckpointError as error:
-        raise CheckpointError(*(each if name in each else f"{name}: {each}" for each in error.issues)) from None
+    snapshot = fetch(repo, revision, subfolder, variant, headers_only)
     return Located(snapshot.folder, name, snapshot.listing.commit, snapshot)
 
 
@@ -85,7 +87,8 @@ def components(located: Located, subfolder: str | None, has_own_plan: bool, plan
     listed = pipeline_components(located.folder)
     absent = [str(located.folder / name) for name in listed if not (located.folder / name).is_dir()]
     if absent:
-        raise CheckpointError(f"{located.folder}: {MODEL_INDEX} names {', '.join(absent)}, no such folder; fetch it")
+        step = "tell its owner" if located.snapshot else "fetch it"
+        raise CheckpointError(f"{located.folder}: {MODEL_INDEX} names {', '.join(absent)}, no such folder; {step}")
     planned = {name: planner.has_plan(library, cls) for name, (library, cls) in listed.items()}
     for name, (library, cls) in listed.items():
         config = located.folder / name / CONFIG_NAME

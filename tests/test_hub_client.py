@@ -712,28 +712,73 @@ def test_hidden_folders_hold_no_sets(hub: StandInHub, client: Any, out: Path, tm
         loader.load_model(pipe, device="cpu")
 
 
-@pytest.mark.parametrize("option", ["--dry-run", "--low-disk", "--quiet"])
-def test_a_faulty_repo_is_told_by_its_own_names(
-    hub: StandInHub, client: Any, tmp_path: Path, option: str, capsys: Any
-) -> None:
-    """Faults of a repo's files name the repo, the commit and the file, never a folder on this disk."""
-    source = toys.save(toys.small_models.build("flux"), tmp_path / "source", max_shard_size="2MB")
+@pytest.fixture
+def faulty(hub: StandInHub, client: Any, tmp_path: Path, capsys: Any) -> Any:
+    """The files of a pipeline's repo; and what converting says of it with other files: one fault after another."""
+    names = {"transformer": ["diffusers", "FluxTransformer2DModel"], "text_encoder": ["transformers", "CLIPTextModel"]}
+    source = tmp_path / "source"
+    toys.save(toys.small_models.build("flux"), source / "transformer", max_shard_size="2MB")
+    (source / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline", **names}))
+    (source / "text_encoder").mkdir()
+    (source / "text_encoder" / "config.json").write_text("{}")
     repo = hub.add_folder(SOURCE, source)
-    whole = repo.files()
 
-    def said(files: dict[str, File]) -> str:
-        commit = repo.commit(files, "damaged")
+    def said(option: str, files: dict[str, File]) -> str:
+        commit = repo.commit(files, f"{len(repo.commits)}")
+        capsys.readouterr()
         assert main(["convert", "--tp", "2", option, SOURCE, str(tmp_path / "out")]) == 1
         text = capsys.readouterr().err
-        assert str(tmp_path) not in text
         assert "/tmp" not in text
-        assert re.search(rf"{SOURCE}(/\S*)? at {commit[:7]}|{SOURCE}: .*\.safetensors: the repo has no such file", text)
+        assert "hub/models--" not in text
+        assert re.match(rf"shardconv: (\d+ problems:\n  - )?{SOURCE}(/[\w./]*\w)? at {commit[:7]}: ", text)
         return text
 
-    shard = next(name for name in whole if name.endswith(".safetensors"))
-    assert shard in said({name: file for name, file in whole.items() if name != shard})
-    assert "config.json" in said(whole | {"config.json": File("config.json", b"{")})
-    assert shard in said(whole | {shard: File("x", b"<!DOCTYPE html>" * 100)})
-    pickled = {name: file for name, file in whole.items() if "safetensors" not in name}
-    text = said(pickled | {"diffusion_pytorch_model.bin": File("x", b"weights")})
+    return repo.files(), said
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--low-disk", "--quiet"])
+def test_a_faulty_repo_is_told_by_its_own_names(faulty: Any, option: str) -> None:
+    """Faults of a repo's files name the repo, the commit and the file, never a folder on this disk, and say what helps
+    with a repo."""
+    whole, said = faulty
+    stem = "transformer/diffusion_pytorch_model"
+    index, config = f"{stem}.safetensors.index.json", "transformer/config.json"
+    shard = next(name for name in whole if name.startswith(stem) and name.endswith(".safetensors"))
+    name = shard.rpartition("/")[2]
+
+    def but(removed: str, **put: bytes) -> dict[str, File]:
+        files = {each: file for each, file in whole.items() if not each.startswith(removed)}
+        return files | {f"transformer/{each.replace('__', '.')}": File(each, data) for each, data in put.items()}
+
+    assert f"{name}: named by {index}, absent from the repo; tell its owner" in said(option, but(shard))
+    assert f"{index.rpartition('/')[2]}: cannot be read" in said(option, whole | {index: File("x", b"{")})
+    assert f"/{config} at" in said(option, whole | {config: File("x", b"{")})
+    assert "model_index.json at" in said(option, whole | {"model_index.json": File("x", b"{")})
+    assert f"{name}: a web page" in said(option, whole | {shard: File("x", b"<!DOCTYPE html>" * 100)})
+    wide = json.loads(whole[config].data) | {"num_layers": 9}
+    text = said(option, whole | {config: File("x", json.dumps(wide).encode())})
+    assert text.count(f"{SOURCE}/transformer at ") == text.count("\n") - 1 > 20
+    assert "text_encoder" in said(option, but("text_encoder/"))
+    assert "no weights (diffusion_pytorch_model*.safetensors); choose another revision" in said(option, but(stem))
+    text = said(option, but(stem, diffusion_pytorch_model__bin=b"weights"))
     assert "only pickled weights (diffusion_pytorch_model.bin), expected safetensors" in text
+    assert "holds a LoRA" in said(option, but(stem, pytorch_lora_weights__safetensors=b"lora"))
+    assert "name it with --variant" in said(option, but(stem) | {f"{stem}.fp16.safetensors": whole[shard]})
+    single = {"flux1-dev.safetensors": whole[shard], "README.md": File("x", b"card")}
+    assert "no config.json, found flux1-dev.safetensors; an original-format file" in said(option, single)
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--low-disk", "--quiet"])
+def test_pickled_weights_of_other_components_go_along(
+    faulty: Any, hub: StandInHub, tmp_path: Path, option: str
+) -> None:
+    """A text encoder that has no safetensors keeps the files it has, of one variant, as from a folder; one that has
+    some goes without."""
+    files, _ = faulty
+    pickled = ["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"]
+    more = {f"text_encoder/{name}": File("x.bin", name.encode()) for name in [*pickled, "pytorch_model.fp16.bin"]}
+    hub.objects |= {file.sha256: file for file in more.values()}
+    hub.repos[SOURCE].commit(files | more, "pickled")
+    assert main(["convert", "--tp", "2", option, SOURCE, str(tmp_path / "out")]) == 0
+    held = {path.name for path in (tmp_path / "out").glob("text_encoder/*")}
+    assert held == (set() if option == "--dry-run" else {"config.json", *pickled})
