@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ from .errors import HubError
 from .hub_cache import Cache, digest_of, discard, has_length
 from .hub_errors import NOT_CACHED, patiently
 from .jsonfile import MAX_JSON_NBYTES
-from .tokens import login_issue, usable_token
+from .tokens import known_secrets, login_issue, usable_token
 
 FETCHING = 8  # files at once
 SMALL_NBYTES = 1 << 20  # below it, files are sent together
@@ -63,6 +64,13 @@ def is_repo_name(name: str) -> bool:
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name))
 
 
+def cache_folder(cache_dir: str | None) -> Path:
+    """Where the client keeps what it fetched."""
+    from huggingface_hub import constants
+
+    return Path(cache_dir or constants.HF_HUB_CACHE).expanduser()
+
+
 def degrees_in(listing: Listing, component: str) -> dict[int, str]:
     """tp degree -> folder of the sets of a component ("" for the root) in a repo."""
     pattern = re.compile(rf"({re.escape(component)}{'/' if component else ''}tp([1-9]\d*))/{re.escape(MANIFEST_NAME)}")
@@ -90,14 +98,16 @@ class Repo:
 
     def _ask(self, call: Callable[[Any], T], subject: str = "", revision: str | None = None) -> T:
         """`call` with the client, patiently; `revision` is the one it asks for."""
-        import huggingface_hub
+        from huggingface_hub import HfApi, constants, get_token
+        from huggingface_hub.utils import build_hf_headers
 
         subject, token = subject or self.subject or self.name, usable_token(self.token)
-        issue = "" if self.offline else login_issue(token)
+        issue = "" if self.offline else login_issue(lambda: build_hf_headers(token=token))
         if issue:
             raise HubError(f"{subject}: {issue}")
-        api = huggingface_hub.HfApi(token=token)
-        return patiently(subject, token, lambda: call(api), revision)
+        api = HfApi(token=token)
+        secrets = partial(known_secrets, token, get_token, constants.HF_TOKEN_PATH)
+        return patiently(subject, secrets, lambda: call(api), revision)
 
     def _file(self, name: str) -> str:
         """A file of the repo, as messages call it."""
@@ -117,6 +127,9 @@ class Repo:
                 f"{self.subject or self.name}: the answer names no commit, so it is not the Hub's; check HF_ENDPOINT"
             )
         files = {each.rfilename: _remote_file(each) for each in info.siblings or []}
+        outside = [name for name in files if name.startswith("/") or ".." in name.split("/")]
+        if outside:
+            raise HubError(f"{self.subject or self.name}: names {outside[0]!r}, outside of itself; do not trust it")
         gated = None if info.gated is None else str(info.gated or "")
         return Listing(str(info.sha), files, gated, bool(info.private))
 
@@ -174,7 +187,7 @@ class Repo:
 
     @property
     def _cache(self) -> Cache:
-        return Cache(self.name, self.cache_dir)
+        return Cache.of(self.name, cache_folder(self.cache_dir))
 
     def _places(self, listing: Listing, name: str) -> list[Path]:
         return self._cache.places(listing.commit, name, listing.digest(name))

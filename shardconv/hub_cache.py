@@ -15,29 +15,22 @@ from pathlib import Path
 class Cache:
     """The part of a cache that is one repo's."""
 
-    repo: str
-    folder: str | None  # None: the client's own
+    folder: Path
+
+    @classmethod
+    def of(cls, repo: str, cache: Path) -> Cache:
+        """Of `repo`, org/name, in the folder where the client keeps what it fetched."""
+        return cls(cache / f"models--{repo.replace('/', '--')}")
 
     def link(self, commit: str, name: str) -> Path | None:
         """A file of a commit, at whatever length."""
-        import huggingface_hub
-
-        path = huggingface_hub.try_to_load_from_cache(self.repo, name, revision=commit, cache_dir=self.folder)
-        return Path(path) if isinstance(path, str) else None
+        path = self.folder / "snapshots" / commit / name
+        return path if os.path.isfile(path) else None
 
     def places(self, commit: str, name: str, digest: str) -> list[Path]:
         """Where a file is, at whatever length: that of the commit first, then the same content of any commit."""
-        link = self.link(commit, name)
-        blob = cache_folder(self.folder) / f"models--{self.repo.replace('/', '--')}" / "blobs" / digest
-        found = [*([link] if link else []), *([blob] if digest else [])]
-        return [path for path in found if os.path.exists(path)]
-
-
-def cache_folder(cache_dir: str | None) -> Path:
-    """Where the client keeps what it fetched."""
-    from huggingface_hub import constants
-
-    return Path(cache_dir or constants.HF_HUB_CACHE).expanduser()
+        link, blob = self.link(commit, name), self.folder / "blobs" / digest
+        return [*([link] if link else []), *([blob] if digest and os.path.isfile(blob) else [])]
 
 
 def digest_of(path: Path, like: str) -> str:

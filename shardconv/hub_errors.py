@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from .errors import HubError, ShardconvError
-from .tokens import known_secrets, without_secrets
+from .tokens import without_secrets
 
 ATTEMPTS = 5  # in all, for one request
 WAIT_S = 1.0  # before the second attempt, doubled each time
@@ -24,11 +24,13 @@ _BROKEN = {"ReadError", "WriteError", "ReadTimeout", "WriteTimeout", "RemoteProt
 T = TypeVar("T")
 
 
-def patiently(subject: str, token: str | bool | None, ask: Callable[[], T], revision: str | None = None) -> T:
+def patiently(
+    subject: str, secrets: Callable[[], tuple[str, ...]], ask: Callable[[], T], revision: str | None = None
+) -> T:
     """`ask()`, again with growing pauses while the Hub is busy or the connection breaks, at most `ATTEMPTS` times.
 
-    Raises `HubError` with one sentence about `subject`. No token stands in it, nor in anything that is shown with it:
-    not `token`, which was sent, nor any other of this process. `revision` is the one asked for; None is main.
+    Raises `HubError` with one sentence about `subject`. None of `secrets` stands in it, nor in anything that is raised
+    with it. `revision` is the one asked for; None is main.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -36,7 +38,7 @@ def patiently(subject: str, token: str | bool | None, ask: Callable[[], T], revi
         except ShardconvError:
             raise
         except Exception as raised:  # whatever the client and the HTTP library under it have
-            failed = _failure(raised, attempt, subject, token, revision or "main")
+            failed = _failure(raised, attempt, subject, secrets, revision or "main")
         if isinstance(failed, HubError):
             raise failed  # not in the handler: what the client raised, which may show a token, would be its context
         time.sleep(failed)
@@ -44,19 +46,19 @@ def patiently(subject: str, token: str | bool | None, ask: Callable[[], T], revi
 
 
 def _failure(
-    raised: Exception, attempt: int, subject: str, token: str | bool | None, revision: str
+    raised: Exception, attempt: int, subject: str, secrets: Callable[[], tuple[str, ...]], revision: str
 ) -> HubError | float:
     """What to raise; or the seconds to wait before the next attempt."""
     error = _root(raised)
     wait = _wait(error, attempt)
     if wait is not None and attempt < ATTEMPTS:
         return wait
-    secrets = known_secrets(token)
+    known = secrets()
     explained = _explain(error, attempt, revision)
-    failed = HubError(without_secrets(f"{subject}: {explained or _unforeseen(error)}", secrets))
+    failed = HubError(without_secrets(f"{subject}: {explained or _unforeseen(error)}", known))
     failed.kind = _kind(error)
     if not explained:  # then where it comes from may help
-        failed.__cause__ = Exception(without_secrets("".join(traceback.format_exception(raised)), secrets))
+        failed.__cause__ = Exception(without_secrets("".join(traceback.format_exception(raised)), known))
     return failed
 
 

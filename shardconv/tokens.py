@@ -8,7 +8,7 @@ import html
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import quote, quote_plus
 
@@ -42,12 +42,10 @@ def _can_be_sent(token: str) -> bool:
     return all("!" <= sign <= "~" for sign in token)
 
 
-def login_issue(token: str | bool | None) -> str:
-    """Why no request with `token`, as `usable_token` gives it, can be made here at all; "" when one can."""
-    from huggingface_hub.utils import build_hf_headers
-
+def login_issue(headers: Callable[[], Mapping[str, str]]) -> str:
+    """Why no request can be made here at all, whose headers the client makes by `headers`; "" when one can."""
     try:
-        sent = build_hf_headers(token=token).get("authorization", "").removeprefix("Bearer ")
+        sent = headers().get("authorization", "").removeprefix("Bearer ")
     except Exception as error:  # of the client, of the system, or of whatever service gives tokens
         if type(error).__name__ == "LocalTokenNotFoundError":
             return "the Hub knows no such login (token=True, and none is saved here); log in: hf auth login"
@@ -60,15 +58,14 @@ def login_issue(token: str | bool | None) -> str:
     return ""
 
 
-def known_secrets(token: str | bool | None) -> tuple[str, ...]:
-    """Every token that this process could come to tell: the one given, those of the environment, the saved one."""
-    import huggingface_hub
-
+def known_secrets(token: str | bool | None, saved: Callable[[], str | None], path: str) -> tuple[str, ...]:
+    """Every token that this process could come to tell: the one given, those of the environment, what the client gives
+    as `saved`, and what stands in the file `path`, where it keeps it."""
     found = [token if isinstance(token, str) else None, *map(os.environ.get, _VARIABLES)]
     with contextlib.suppress(Exception):  # that it cannot be had is the request's to tell
-        found.append(huggingface_hub.get_token())
+        found.append(saved())
     with contextlib.suppress(OSError, ValueError):
-        found.append(Path(huggingface_hub.constants.HF_TOKEN_PATH).read_text())
+        found.append(Path(path).read_text())
     return tuple(each for each in found if each)
 
 

@@ -204,6 +204,17 @@ def test_a_mirror_that_names_no_commit_is_told_so(hub: StandInHub, filled: Repo)
         load()
 
 
+@pytest.mark.parametrize("name", ["transformer/../../../secret", "/etc/passwd", ".."])
+def test_a_repo_that_names_files_outside_is_not_trusted(
+    hub: StandInHub, filled: Repo, tmp_path: Path, name: str
+) -> None:
+    """Whatever a server lists, no file of this disk is taken for one of the repo."""
+    filled.commit(filled.files() | {name: File("x", b"x")}, "evil")
+    for act in (load, lambda: shardconv.convert(REPO, tmp_path / "out", tp=2)):
+        with pytest.raises(HubError, match=rf"names '{name}', outside of itself; do not trust it"):
+            act()
+
+
 def test_a_mirror_that_tells_no_lengths_and_digests_is_used(hub: StandInHub, filled: Repo) -> None:
     """Nothing can be compared then; and what the cache has is not taken for short."""
     hub.fail(
