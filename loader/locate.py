@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardconv.checkpoint import MANIFEST_NAME, WEIGHTS_STEM
-from shardconv.destination import degree_of, set_folder_name, sets_in
+from shardconv.destination import degree_of, is_hidden, set_folder_name, sets_in
 from shardconv.errors import SetError
 
 
@@ -33,7 +33,8 @@ def find_set(path: str | os.PathLike[str], subfolder: str | None, size: int) -> 
             raise SetError(f"{folder}: no {MANIFEST_NAME}, so not a complete set; fetch or convert it again")
     if (component / f".{set_folder_name(size)}.partial").is_dir():
         raise SetError(f"{component}: the conversion for tp degree {size} did not finish; run shardconv convert again")
-    inner = [child.name for child in sorted(component.iterdir()) if child.is_dir() and sets_in(child)]
+    visible = [child for child in sorted(component.iterdir()) if child.is_dir() and not is_hidden(child.name)]
+    inner = [child.name for child in visible if sets_in(child)]
     if inner:
         raise SetError(f"{component}: the set is in {', '.join(inner)}; add subfolder={inner[0]!r}")
     if any(child.name.startswith(WEIGHTS_STEM) for child in component.iterdir()):

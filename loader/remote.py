@@ -14,11 +14,12 @@ from typing import Any
 from shardconv.checkpoint import CONFIG_NAME, MANIFEST_NAME
 from shardconv.crew import stoppable
 from shardconv.destination import set_folder_name
-from shardconv.errors import LoadError, SetError, UsageError
+from shardconv.errors import HubError, LoadError, SetError, UsageError
 from shardconv.fetching import component_files
 from shardconv.hub import Listing, RemoteFile, Repo, cache_folder, degrees_in, is_repo_name
 from shardconv.layout import REPLICATED_FILE, rank_file_name
 from shardconv.sources import MODEL_INDEX, pipeline_components
+from shardconv.tokens import usable_token
 
 from .agreement import heed, together
 from .ranks import Ranks
@@ -41,7 +42,11 @@ class Asking:
         if self.force_download and self.local_files_only:
             raise UsageError("force_download: fetches afresh, which local_files_only forbids; give one of them")
         cache_dir = None if self.cache_dir is None else os.fspath(self.cache_dir)
-        return Repo(name, self.token, cache_dir, self.local_files_only, f"{name}: not a folder here, and the Hub says")
+        subject = f"{name}: not a folder here, and the Hub says"
+        repo = Repo(name, usable_token(self.token), cache_dir, self.local_files_only, subject)
+        if self.force_download and repo.offline:
+            raise UsageError("force_download: fetches afresh, which HF_HUB_OFFLINE forbids; unset it, or leave it out")
+        return repo
 
 
 def is_repo(path: str | os.PathLike[str], ranks: Ranks) -> bool:
@@ -79,7 +84,7 @@ def needed_files(degree: int, rank: int, size: int) -> list[str]:
 
 def fetch_set(name: str, subfolder: str | None, ranks: Ranks, asking: Asking) -> Path:
     """The folder of the set for this group, with this rank's files in it. Every rank must call it."""
-    repo, component = asking.repo(name), subfolder or ""
+    repo, component = together(ranks, lambda: asking.repo(name))[ranks.rank], subfolder or ""
     listing, leads = _begin(repo, [_inside(component, CONFIG_NAME)], ranks, asking)
     own, shared = together(ranks, lambda: _set_files(repo, listing, component, ranks))[ranks.rank]
     folder = _fetch(repo, listing, own, lambda: shared, leads, ranks, asking)
@@ -89,11 +94,13 @@ def fetch_set(name: str, subfolder: str | None, ranks: Ranks, asking: Asking) ->
 def fetch_pipeline(name: str, given: Collection[str], variant: str | None, ranks: Ranks, asking: Asking) -> Path:
     """The folder of a pipeline with this rank's files in it, of all components but those `given`. Every rank must call
     it."""
-    repo = asking.repo(name)
+    repo = together(ranks, lambda: asking.repo(name))[ranks.rank]
     listing, leads = _begin(repo, [MODEL_INDEX], ranks, asking)
 
     def choose() -> tuple[list[str], list[tuple[list[str], list[str]]]]:
         """The components that are not sharded, and the files of those that are."""
+        if MODEL_INDEX not in listing.files and repo.offline:
+            raise HubError(repo.not_cached(listing, MODEL_INDEX))
         if MODEL_INDEX not in listing.files:
             raise SetError(f"{name}: no {MODEL_INDEX}, so not a converted pipeline; use load_model for one component")
         wanted = [each for each in pipeline_components(repo.fetch(listing, [MODEL_INDEX])) if each not in given]
@@ -117,7 +124,7 @@ def _begin(repo: Repo, first: list[str], ranks: Ranks, asking: Asking) -> tuple[
     place = _place(cache_folder(repo.cache_dir))
 
     def ask() -> str:
-        pin = partial(repo.pin, asking.revision, first)
+        pin = partial(repo.pin, asking.revision, first, force=asking.force_download)
         found = stoppable(pin, partial(heed, ranks), "loader-pin") if ranks.rank == 0 else None
         files = [[file.name, file.nbytes, file.digest] for file in found.files.values()] if found else []
         return json.dumps([place, found.commit if found else "", files])
@@ -173,11 +180,14 @@ def _set_files(repo: Repo, listing: Listing, component: str, ranks: Ranks) -> tu
     own = [f"{folder}/{name}" for name in needed_files(degree, ranks.rank, ranks.size)]
     shared = [_inside(component, CONFIG_NAME), f"{folder}/{MANIFEST_NAME}"]
     replicated = f"{folder}/{REPLICATED_FILE}"
+    absent = [name for name in own + shared if name not in listing.files]
+    if absent and not repo.offline:  # offline it was not fetched, as far as this cache goes
+        raise SetError(f"{_where(repo, listing, component)}: {folder} lacks {', '.join(absent)}; push it again, whole")
     return own, shared + ([replicated] if replicated in listing.files else [])
 
 
 def _no_set(repo: Repo, listing: Listing, component: str, held: Collection[int], size: int) -> str:
-    where = f"{repo.name} at {listing.commit[:7]}" + (f", {component}" if component else "")
+    where = _where(repo, listing, component)
     if held:
         return (
             f"{where}: converted for tp degree {' and '.join(map(str, held))}, this group has {size} ranks; start as "
@@ -187,7 +197,14 @@ def _no_set(repo: Repo, listing: Listing, component: str, held: Collection[int],
     inner = [name for name in inner if degrees_in(listing, name)]
     if inner and not component:
         return f"{where}: the set is in {', '.join(inner)}; add subfolder={inner[0]!r}"
+    if repo.offline:
+        return f"{where}: no {MANIFEST_NAME} of a set; fetch it once with a network, or check repo and subfolder"
     return f"{where}: no converted set in it; run: shardconv convert --tp {size} {repo.name} OUT"
+
+
+def _where(repo: Repo, listing: Listing, component: str) -> str:
+    known = " as far as it is in the cache" if repo.offline else ""
+    return f"{repo.name} at {listing.short_commit}{known}" + (f", {component}" if component else "")
 
 
 def _inside(component: str, name: str) -> str:

@@ -100,7 +100,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
         raw = read_bounded(path)
         config = parse(raw, unique=False)
     except FileNotFoundError:
-        raise CheckpointError(_no_config(folder)) from None
+        raise CheckpointError(no_config(str(folder), _names(folder))) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error}); fetch it again") from None
     if not isinstance(config, dict) or not isinstance(config.get("_class_name"), str):
@@ -138,13 +138,13 @@ def config_digest(config: Mapping[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(public, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _no_config(folder: Path) -> str:
-    names = _names(folder)
+def no_config(folder: str, names: Sequence[str]) -> str:
+    """The sentence for a place that has `names` and no config among them: what it is instead, and what to do."""
     if LORA_FILE in names:
         return f"{folder}: holds a LoRA ({LORA_FILE}), not a model; fuse it into its base model first (fuse_lora)"
     for name in names:  # Wan 2.2 in its own layout has a folder for high and one for low noise
         with contextlib.suppress(OSError, ValueError):
-            path = folder / name / CONFIG_NAME
+            path = Path(folder, name, CONFIG_NAME)
             if release := _original_release(path, parse(read_bounded(path), unique=False)):
                 return release
     single = [name for name in names if name.endswith((".safetensors", *_PICKLE_SUFFIXES))]
@@ -226,7 +226,8 @@ def open_checkpoint(folder: Path, variant: str | None = None, elsewhere: Iterabl
     config, config_bytes = read_config(folder)
     selection = select_files(names, variant)
     if selection is None:
-        raise CheckpointError(_no_weights(folder, sorted({*names, *elsewhere}), variant))
+        step = "choose another revision or repo" if elsewhere else "fetch them"
+        raise CheckpointError(_no_weights(folder, sorted({*names, *elsewhere}), variant, step))
     if selection.index:
         listed = read_index(folder / selection.index)
         file_names = sorted(set(listed.values()))
@@ -374,7 +375,7 @@ def unexpected_names(checkpoint: Checkpoint, expected: Iterable[str], ignore: Se
     ]
 
 
-def _no_weights(folder: Path, names: Sequence[str], variant: str | None) -> str:
+def _no_weights(folder: Path, names: Sequence[str], variant: str | None, step: str) -> str:
     if LORA_FILE in names:
         return f"{folder}: holds a LoRA ({LORA_FILE}), not a model; fuse it into its base model first (fuse_lora)"
     for suffixes, what in ((_PICKLE_SUFFIXES, "pickled"), (_FOREIGN_SUFFIXES, "foreign-format")):
@@ -388,7 +389,7 @@ def _no_weights(folder: Path, names: Sequence[str], variant: str | None) -> str:
     if single:
         hint = "" if variant else "; if it is a variant, name it with --variant"
         return f"{folder}: expected {WEIGHTS_STEM}.safetensors or its index, found {', '.join(single[:3])}{hint}"
-    return f"{folder}: no weights ({WEIGHTS_STEM}*.safetensors); fetch them"
+    return f"{folder}: no weights ({WEIGHTS_STEM}*.safetensors); {step}"
 
 
 def _warnings(

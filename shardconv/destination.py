@@ -105,10 +105,10 @@ def leftover_nbytes(folder: Path) -> int:
 
 def clear_leftovers(folder: Path) -> None:
     """Remove what processes left that were killed while they replaced the set `folder`, which is the one wanted."""
-    _clear(_aside(folder))
+    _clear(_aside(folder), folder)
     with claimed(_partial(folder)) as is_ours:
         if is_ours:
-            _clear(_partial(folder))
+            _clear(_partial(folder), folder)
 
 
 @contextlib.contextmanager
@@ -302,14 +302,14 @@ class PartialFolder:
         if overwrite and self._folder.exists():
             replaced = _exchange(self._partial, self._folder)
             self._published = True
-            _clear(replaced)
+            _clear(replaced, self._folder)
         else:
             try:
                 os.rename(self._partial, self._folder)
             except OSError as error:
                 raise OutputError(f"{self._folder}: appeared meanwhile ({error.strerror}); look at it") from None
             self._published = True
-            _clear(_aside(self._folder))
+            _clear(_aside(self._folder), self._folder)
         sync_folder(self._folder.parent)
 
     def _move_beside(self, path: Path, data: bytes) -> None:
@@ -431,9 +431,14 @@ def _remove_our_files(folder: Path, kept: Iterable[str] = ()) -> bool:
     return bool(names)
 
 
-def _clear(folder: Path) -> None:
-    """Remove a folder of ours if it is there; what is not ours stays, and the folder with it."""
+def _clear(folder: Path, heir: Path) -> None:
+    """Remove a folder of ours if it is there. Hidden files in it go to the set `heir`; what else is not ours stays, and
+    the folder with it."""
     if folder.is_dir() and not folder.is_symlink():
+        for name in [entry.name for entry in os.scandir(folder) if is_hidden(entry.name)]:
+            if not os.path.lexists(heir / name):
+                with contextlib.suppress(OSError):
+                    os.rename(folder / name, heir / name)
         _remove_our_files(folder)
         remove_folders([folder])
 
@@ -446,7 +451,7 @@ def _exchange(new: Path, old: Path) -> Path:
     renameat2 = getattr(libc, "renameat2", None)
     if renameat2 is not None and renameat2(at_cwd, os.fsencode(new), at_cwd, os.fsencode(old), rename_exchange) == 0:
         return new
-    _clear(_aside(old))
+    _clear(_aside(old), old)
     os.rename(old, _aside(old))
     os.rename(new, old)
     return _aside(old)

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 MAX_ISSUE_LENGTH = 1500  # characters; a longer fault loses its middle
 
+_Error = TypeVar("_Error", bound="ShardconvError")
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -39,6 +40,12 @@ class ShardconvError(Exception):
 
     def __reduce__(self) -> tuple[type[ShardconvError], tuple[str, ...], dict[str, object]]:
         return type(self), self.issues, self.__dict__
+
+    def reworded(self: _Error, change: Callable[[str], str]) -> _Error:
+        """The same error with each of its issues as `change` gives it."""
+        again = type(self)(*map(change, self.issues))
+        again.__dict__.update({name: value for name, value in self.__dict__.items() if name != "issues"})
+        return again
 
 
 def one_line(text: str) -> str:

@@ -6,12 +6,13 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM, read_config, read_index, select_files
-from .errors import CheckpointError
+from .checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM, no_config, read_config, read_index, select_files
+from .errors import CheckpointError, HubError, ShardconvError
 from .header import MAX_HEADER_NBYTES
 from .hub import Listing, Repo
 from .sources import MODEL_INDEX, pipeline_components
@@ -50,12 +51,23 @@ class Snapshot:
     def spoken(self, text: str) -> str:
         """A sentence about places in `folder` as one about the repo at its commit."""
         place = re.compile(rf"{re.escape(str(self.folder))}((?:/[\w.-]*\w)*)")
-        return place.sub(rf"{self.repo.name}\1 at {self.listing.commit[:7]}", text)
+        return place.sub(rf"{self.repo.name}\1 at {self.listing.short_commit}", text)
 
-    def about(self, issue: str) -> str:
-        """A fault of a file of the repo, which may name the file alone, as one that names repo and commit too."""
-        spoken = self.spoken(issue)
-        return spoken if self.repo.name in spoken else f"{self.repo.name} at {self.listing.commit[:7]}: {spoken}"
+    @contextmanager
+    def speaking(self, component: str = "", out: Path | None = None) -> Iterator[None]:
+        """Faults found within speak of the repo at its commit instead of `folder`; those of the checkpoint, which may
+        name a file or a tensor of `component` alone, get repo and commit, if they are not about `out`."""
+
+        def about(issue: str) -> str:
+            spoken = self.spoken(issue)
+            if self.repo.name in spoken or (out and spoken.startswith(str(out))):
+                return spoken
+            return f"{'/'.join(filter(None, (self.repo.name, component)))} at {self.listing.short_commit}: {spoken}"
+
+        try:
+            yield
+        except ShardconvError as error:
+            raise error.reworded(about if isinstance(error, CheckpointError) else self.spoken) from None
 
     def rest(self, sharded: Collection[str]) -> list[str]:
         """Names of the files that do not belong to the components `sharded`; `model_index.json` last."""
@@ -82,16 +94,17 @@ def fetch(repo: Repo, revision: str | None, subfolder: str | None, variant: str 
     prefix = f"{subfolder}/" if subfolder else ""
     first = [f"{prefix}{CONFIG_NAME}"] if subfolder else [MODEL_INDEX, CONFIG_NAME]
     listing = repo.pin(revision, first)
+    if not any(name in listing.files for name in first) and repo.offline:
+        raise HubError(repo.not_cached(listing, first[0]))
     if not any(name in listing.files for name in first):
-        raise CheckpointError(
-            f"{repo.name}: nothing to convert in {subfolder or 'the repo'}, it has no {' and no '.join(first)}; check "
-            "the name"
-        )
+        raise CheckpointError(_nothing_there(repo, listing, subfolder, first))
     if subfolder or MODEL_INDEX not in listing.files:
         components = cut = [subfolder or ""]
         read_config(repo.fetch(listing, [f"{prefix}{CONFIG_NAME}"]) / prefix)  # what it refuses need not be fetched
     else:
-        listed = pipeline_components(repo.fetch(listing, [MODEL_INDEX]))
+        folder = repo.fetch(listing, [MODEL_INDEX])
+        with Snapshot(repo, listing, folder, (), temporary=False).speaking():
+            listed = pipeline_components(folder)
         components = list(listed)
         cut = [name for name, (library, _) in listed.items() if library == "diffusers"]
     needed = _needed(repo, listing, components, variant)
@@ -101,6 +114,14 @@ def fetch(repo: Repo, revision: str | None, subfolder: str | None, variant: str 
     if headers_only:
         return _headers_only(repo, listing, needed, cut)
     return Snapshot(repo, listing, repo.fetch(listing, names), names, temporary=False)
+
+
+def _nothing_there(repo: Repo, listing: Listing, subfolder: str | None, first: Sequence[str]) -> str:
+    names = Snapshot(repo, listing, Path(), (), temporary=False).names_in(subfolder or "")
+    if any(map(_is_weights, names)):
+        return no_config(f"{'/'.join(filter(None, (repo.name, subfolder)))} at {listing.short_commit}", names)
+    place, absent = subfolder or "the repo", " and no ".join(first)
+    return f"{repo.name}: nothing to convert in {place}, it has no {absent}; check the name"
 
 
 def component_files(repo: Repo, listing: Listing, components: Iterable[str], variant: str | None) -> list[str]:
@@ -122,7 +143,7 @@ def _needed(repo: Repo, listing: Listing, components: Iterable[str], variant: st
         needed.small.extend(prefix + name for name in here if not _is_weights(name))
         if component and not _has_sets(names):
             inner = [name for name in names if "/" in name and not _is_weights(name.rpartition("/")[2])]
-            needed.small.extend(prefix + name for name in inner)
+            needed.small.extend(prefix + name for name in inner if "/." not in f"/{name}")
         needed.weights.extend(prefix + name for name in _weights(repo, listing, prefix, here, variant, needed.small))
     return needed
 
@@ -141,12 +162,35 @@ def _weights(
     """Weight files of one component; its index is added to `small`."""
     selection = next((found for stem in _STEMS if (found := select_files(names, variant, stem))), None)
     if selection is None:
-        return [name for name in names if name.endswith(".safetensors")]
+        return [name for name in names if name.endswith(".safetensors")] or _pickled(prefix, names, variant, small)
     if selection.index is None:
         return [str(selection.single)]
-    small.append(prefix + selection.index)
-    folder = repo.fetch(listing, [prefix + selection.index])
-    return sorted(set(read_index(folder / f"{prefix}{selection.index}").values()))
+    index = prefix + selection.index
+    small.append(index)
+    folder = repo.fetch(listing, [index])
+    with Snapshot(repo, listing, folder, (), temporary=False).speaking(prefix.rstrip("/")):
+        listed = sorted(set(read_index(folder / index).values()))
+        absent = [name for name in listed if prefix + name not in listing.files and not repo.offline]
+        if absent:
+            raise CheckpointError(
+                *(f"{name}: named by {index}, absent from the repo; tell its owner" for name in absent)
+            )
+    return listed
+
+
+def _pickled(prefix: str, names: Sequence[str], variant: str | None, small: list[str]) -> list[str]:
+    """The pickled weight files of a component that has no others, as a pipeline of a folder would keep them. Those of a
+    denoiser stay where they are: it will be refused for them."""
+    if not prefix or prefix.startswith("transformer"):
+        return []
+    for tag in (f".{variant}" if variant else "", ""):
+        file = re.compile(rf"(diffusion_)?pytorch_model(-\d+-of-\d+)?{re.escape(tag)}(-\d+-of-\d+)?\.bin")
+        index = re.compile(rf"(diffusion_)?pytorch_model\.bin\.index{re.escape(tag)}\.json")
+        found = [name for name in names if file.fullmatch(name)]
+        if found:
+            small += [prefix + name for name in names if index.fullmatch(name)]
+            return found
+    return []
 
 
 def _headers_only(repo: Repo, listing: Listing, needed: _Needed, cut: Collection[str]) -> Snapshot:
@@ -159,8 +203,8 @@ def _headers_only(repo: Repo, listing: Listing, needed: _Needed, cut: Collection
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
     for name in kept:
         shutil.copyfile(cached / name, folder / name)
-    for name in needed.weights:  # one that the index names and the repo lacks is the conversion's to report
-        if name.rpartition("/")[0] in cut and name in listing.files:
+    for name in needed.weights:
+        if name.rpartition("/")[0] in cut and name in listing.files and name.endswith(".safetensors"):
             with open(folder / name, "wb") as file:
                 file.write(_header(repo, listing, name))
                 file.truncate(listing.files[name].nbytes)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import inspect
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .checkpoint import MANIFEST_NAME
 from .crew import PATIENCE_S, Crew, check_stop
 from .destination import degree_of
-from .errors import HubError, UsageError
-from .hub_errors import patiently
+from .errors import HubError
+from .hub_cache import Cache, digest_of, discard, has_length
+from .hub_errors import NOT_CACHED, patiently
 from .jsonfile import MAX_JSON_NBYTES
+from .tokens import known_secrets, login_issue, usable_token
 
 FETCHING = 8  # files at once
 SMALL_NBYTES = 1 << 20  # below it, files are sent together
@@ -31,7 +33,7 @@ class RemoteFile:
     """A file of a repo at one commit."""
 
     name: str  # path in the repo
-    nbytes: int
+    nbytes: int  # 0 also where a mirror does not tell
     digest: str  # sha256 of a large file, git's sha1 of a small one, hex; "" when only the cache was asked
 
 
@@ -41,7 +43,21 @@ class Listing:
 
     commit: str
     files: Mapping[str, RemoteFile]
-    gated: str  # "auto", "manual", or "" when it is not
+    gated: str | None = ""  # "auto", "manual", or "" when it is not; None: not told
+    private: bool = False
+
+    @property
+    def short_commit(self) -> str:
+        """The commit, as people write it."""
+        return self.commit[:7]
+
+    def digest(self, name: str) -> str:
+        """Of a file; "" when it is not known."""
+        return self.files[name].digest if name in self.files else ""
+
+    def nbytes(self, name: str) -> int:
+        """Of a file; 0 when it is not known."""
+        return self.files[name].nbytes if self.digest(name) else 0
 
 
 def is_repo_name(name: str) -> bool:
@@ -49,24 +65,11 @@ def is_repo_name(name: str) -> bool:
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name))
 
 
-def usable_token(token: str | bool | None) -> str | bool | None:
-    """A token as the client takes it: what a file or a variable has around it is taken off, an empty one is none given.
-
-    Raises `UsageError`, without quoting it, when it could not be sent.
-    """
-    if not isinstance(token, str):
-        return token
-    stripped = token.strip()
-    if any(not "!" <= sign <= "~" for sign in stripped):
-        raise UsageError("token: expected printable ASCII without spaces, found something else in it; copy it again")
-    return stripped or None
-
-
 def cache_folder(cache_dir: str | None) -> Path:
     """Where the client keeps what it fetched."""
     from huggingface_hub import constants
 
-    return Path(cache_dir or constants.HF_HUB_CACHE)
+    return Path(cache_dir or constants.HF_HUB_CACHE).expanduser()
 
 
 def degrees_in(listing: Listing, component: str) -> dict[int, str]:
@@ -75,15 +78,6 @@ def degrees_in(listing: Listing, component: str) -> dict[int, str]:
     parts = [folder.rpartition("/") for folder in folders]
     return dict(sorted((degree, f"{place}/{name}".lstrip("/")) for place, _, name in parts
                        if place == component and (degree := degree_of(name))))  # fmt: skip
-
-
-def digest_of(path: Path, like: str) -> str:
-    """The digest of a file, of the kind that `like` is."""
-    digest = hashlib.sha256() if len(like) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +89,7 @@ class Repo:
     cache_dir: str | None = None  # None: the client's own
     local_files_only: bool = False
     subject: str = ""  # of error messages; "": the name
+    _fresh: set[tuple[str, str]] = field(default_factory=set, repr=False, compare=False)  # (commit, name) just fetched
 
     @property
     def offline(self) -> bool:
@@ -103,14 +98,18 @@ class Repo:
 
         return self.local_files_only or bool(constants.HF_HUB_OFFLINE)
 
-    def _ask(self, call: Callable[[Any], T], subject: str = "") -> T:
-        """`call` with the client, patiently."""
-        import huggingface_hub
+    def _ask(self, call: Callable[[Any], T], subject: str = "", revision: str | None = None) -> T:
+        """`call` with the client, patiently; `revision` is the one it asks for."""
+        from huggingface_hub import HfApi, constants, get_token
+        from huggingface_hub.utils import build_hf_headers
 
-        token = usable_token(self.token)
-        secrets = tuple(each for each in (token, huggingface_hub.get_token()) if isinstance(each, str))
-        api = huggingface_hub.HfApi(token=token)
-        return patiently(subject or self.subject or self.name, secrets, lambda: call(api))
+        subject, token = subject or self.subject or self.name, usable_token(self.token)
+        issue = "" if self.offline else login_issue(lambda: build_hf_headers(token=token))
+        if issue:
+            raise HubError(f"{subject}: {issue}")
+        api = HfApi(token=token)
+        secrets = partial(known_secrets, token, get_token, constants.HF_TOKEN_PATH)
+        return patiently(subject, secrets, lambda: call(api), revision)
 
     def _file(self, name: str) -> str:
         """A file of the repo, as messages call it."""
@@ -122,39 +121,31 @@ class Repo:
         """What the repo holds at `revision` (None: its main branch). Offline: what the cache has of it."""
         if self.offline:
             return self._cached_listing(revision)
-        try:
-            info = self._ask(lambda api: api.model_info(self.name, revision=revision, files_metadata=True))
-        except HubError as error:
-            if error.kind == "no revision":
-                said = f"no revision {revision!r} in the repo; check its branches and tags on its page"
-                error.issues = (f"{self.subject or self.name}: {said}",)
-            raise
-        return Listing(
-            str(info.sha),
-            {
-                each.rfilename: RemoteFile(
-                    each.rfilename, int(each.size or 0), str(each.lfs.sha256 if each.lfs else each.blob_id or "")
-                )
-                for each in info.siblings or []
-            },
-            str(info.gated or ""),
+        info = self._ask(
+            lambda api: api.model_info(self.name, revision=revision, files_metadata=True), revision=revision
         )
+        if not info.sha:
+            raise HubError(
+                f"{self.subject or self.name}: the answer names no commit, so it is not the Hub's; check HF_ENDPOINT"
+            )
+        files = {each.rfilename: _remote_file(each) for each in info.siblings or []}
+        outside = [name for name in files if name.startswith("/") or ".." in name.split("/")]
+        if outside:
+            raise HubError(f"{self.subject or self.name}: names {outside[0]!r}, outside of itself; do not trust it")
+        gated = None if info.gated is None else str(info.gated or "")
+        return Listing(str(info.sha), files, gated, bool(info.private))
 
     def _cached_listing(self, revision: str | None) -> Listing:
-        folder = Path(
-            self._ask(
-                lambda api: api.snapshot_download(
-                    self.name, revision=revision, cache_dir=self.cache_dir, local_files_only=True
-                ),
-                f"{self.name} at {revision or 'main'}",
-            )
-        )
+        # No file is asked for: what must be there is looked for file by file, whatever else the repo has.
+        options: dict[str, Any] = {"cache_dir": self.cache_dir, "local_files_only": True, "allow_patterns": []}
+        subject = f"{self.name} at {revision or 'main'}"
+        folder = Path(self._ask(lambda api: api.snapshot_download(self.name, revision=revision, **options), subject))
         paths = [path for path in folder.rglob("*") if path.is_file()]
         names = [path.relative_to(folder).as_posix() for path in paths]
         files = {name: RemoteFile(name, path.stat().st_size, "") for name, path in zip(names, paths, strict=True)}
-        return Listing(folder.name, files, "")
+        return Listing(folder.name, files)
 
-    def pin(self, revision: str | None, names: Sequence[str]) -> Listing:
+    def pin(self, revision: str | None, names: Sequence[str], *, force: bool = False) -> Listing:
         """As `listing`, and the cache remembers which commit `revision` was, so that it can be found offline.
 
         For that the first of `names` that the repo has is fetched by the name of the revision.
@@ -163,80 +154,109 @@ class Repo:
         first = next((name for name in names if name in found.files), None)
         if self.offline or first is None or (revision and _COMMIT.fullmatch(revision)):
             return found
-        options = {"revision": revision, "cache_dir": self.cache_dir}
-        path = self._ask(lambda api: api.hf_hub_download(self.name, first, **options))
-        commit = Path(path).parents[first.count("/")].name
-        return found if commit == found.commit else self.listing(commit)  # somebody has just pushed
+        is_new = force or not self._places(found, first)
+        options: dict[str, Any] = {"revision": revision, "cache_dir": self.cache_dir, "force_download": force}
+        path = Path(self._ask(lambda api: api.hf_hub_download(self.name, first, **options), revision=revision))
+        commit = path.parents[first.count("/")].name
+        if commit != found.commit:  # somebody has just pushed
+            found, is_new = self.listing(commit), True
+        if is_new:
+            self._check_arrived(path, found, first)
+        return found
 
     def fetch(
         self, listing: Listing, names: Iterable[str], *, force: bool = False, heed: Callable[[], None] = lambda: None
     ) -> Path:
         """Bring files into the cache, unless they are there; returns the folder of the snapshot.
 
-        What is downloaded is compared with the Hub's digest, and thrown away when it differs. `heed` is asked meanwhile
-        and raises when nobody wants the files any more; then, as after an error, no download is waited for.
+        A file is transferred when force is asked for, when the cache does not have its content, under whatever commit,
+        or has it at another length. What is transferred is compared with the Hub's digest, and thrown away when it
+        differs. Offline every file that is not there is named. `heed` is asked meanwhile and raises when nobody wants
+        the files any more; then, as after an error, no download is waited for.
         """
         names = sorted(set(names))
+        if self.offline:
+            return self._fetched(listing, names)
         with Crew(min(FETCHING, len(names)), "shardconv-fetch", heed=heed, patience_s=PATIENCE_S) as crew:
-            paths = crew.results(
-                [crew.submit(functools.partial(self._fetch_one, listing, name, force)) for name in names]
-            )
+            paths = crew.results([crew.submit(partial(self._fetch_one, listing, name, force)) for name in names])
         return paths[0].parents[names[0].count("/")]
 
     def cached(self, listing: Listing, name: str) -> Path | None:
-        """Where a file is in the cache, at its full length."""
-        import huggingface_hub
+        """Where the cache has a file at its full length: of this commit, or its content of another one."""
+        return next((path for path in self._places(listing, name) if has_length(path, listing.nbytes(name))), None)
 
-        path = huggingface_hub.try_to_load_from_cache(
-            self.name, name, revision=listing.commit, cache_dir=self.cache_dir
-        )
-        known = listing.files.get(name)
-        is_there = isinstance(path, str) and (
-            known is None or not known.digest or Path(path).stat().st_size == known.nbytes
-        )
-        return Path(path) if is_there else None
+    @property
+    def _cache(self) -> Cache:
+        return Cache.of(self.name, cache_folder(self.cache_dir))
+
+    def _places(self, listing: Listing, name: str) -> list[Path]:
+        return self._cache.places(listing.commit, name, listing.digest(name))
+
+    def _fetched(self, listing: Listing, names: Sequence[str]) -> Path:
+        """The folder of the snapshot, all of `names` in it, without asking the Hub."""
+        links = {name: self._cache.link(listing.commit, name) for name in names}
+        issues = [self.not_cached(listing, name) for name, link in links.items() if link is None]
+        issues += [
+            f"{self.name} at {listing.short_commit}: {name}: shortened or replaced in the cache; fetch it once with a "
+            f"network ({self._way(listing.commit, name, '--force-download')})"
+            for name, link in links.items()
+            if link and not has_length(link, listing.nbytes(name))
+        ]
+        if issues:
+            raise HubError(*issues)
+        return next(link.parents[name.count("/")] for name, link in links.items() if link)
+
+    def not_cached(self, listing: Listing, name: str) -> str:
+        """The sentence for a file that is missing, offline."""
+        where = f"{self.name} at {listing.short_commit}: {name}"
+        return f"{where}: {NOT_CACHED} ({self._way(listing.commit, name)})"
+
+    def _way(self, commit: str, name: str, *flags: str) -> str:
+        """How to bring a file into the cache."""
+        instead = "without local_files_only" if self.local_files_only else "without HF_HUB_OFFLINE"
+        words = ["hf", "download", self.name, name, "--revision", commit, *flags]
+        words += ["--cache-dir", self.cache_dir] if self.cache_dir else []
+        return f"{instead}, or: {shlex.join(words)}"
 
     def _fetch_one(self, listing: Listing, name: str, force: bool) -> Path:
-        """Bring one file into the cache. It is transferred when it is asked for by force, when the cache does not have
-        its content, under whatever commit, or has it at another length; what was transferred is compared."""
-        known, subject = listing.files.get(name), self._file(name)
-        held = self._held_nbytes(known) if known else None
-        is_whole = known is not None and held == known.nbytes
-        forced = force or (held is not None and not is_whole) or self._is_short(listing, name)
-        options: dict[str, Any] = {"revision": listing.commit, "cache_dir": self.cache_dir}
-        options |= {"local_files_only": self.local_files_only}
-        if forced and not self.offline:
-            options |= {"force_download": True}
-        is_new = forced or not (is_whole or self.cached(listing, name))
-        path = Path(self._ask(lambda api: api.hf_hub_download(self.name, name, **options, **_bar(api)), subject))
-        if is_new:
-            _check_arrived(path, listing, name, subject)
+        force = force and (listing.commit, name) not in self._fresh
+        places = self._places(listing, name)
+        whole = [path for path in places if has_length(path, listing.nbytes(name))]
+        if whole and whole[0] == self._cache.link(listing.commit, name) and not force:
+            return whole[0]
+        force = force or len(whole) < len(places)
+        options = {"revision": listing.commit, "cache_dir": self.cache_dir, "force_download": force}
+        path = self._get(listing, name, **options)
+        if force or not any(os.path.samefile(path, each) for each in whole):
+            self._check_arrived(path, listing, name)
         return path
 
-    def _held_nbytes(self, file: RemoteFile) -> int | None:
-        """The length at which the cache has this content, under whatever name; None when it does not have it, or when
-        it is not known by its digest."""
-        blobs = cache_folder(self.cache_dir) / f"models--{self.name.replace('/', '--')}" / "blobs"
-        try:
-            return (blobs / file.digest).stat().st_size if file.digest else None
-        except OSError:
-            return None
-
-    def _is_short(self, listing: Listing, name: str) -> bool:
-        """Whether the snapshot has the file, at another length than the Hub's."""
-        import huggingface_hub
-
-        path = huggingface_hub.try_to_load_from_cache(
-            self.name, name, revision=listing.commit, cache_dir=self.cache_dir
+    def _get(self, listing: Listing, name: str, **options: Any) -> Path:
+        """The client's download of a file."""
+        ask = self._ask(
+            lambda api: api.hf_hub_download(self.name, name, **options, **_bar(api)),
+            self._file(name),
+            listing.short_commit,
         )
-        return isinstance(path, str) and self.cached(listing, name) is None
+        return Path(ask)
+
+    def _check_arrived(self, path: Path, listing: Listing, name: str) -> None:
+        """Throw a downloaded file away, and raise, when it is not what the Hub has."""
+        expected = listing.digest(name)
+        if expected and digest_of(path, expected) != expected:
+            discard(path)
+            raise HubError(
+                f"{self._file(name)}: arrived altered (its digest is not the Hub's) and was thrown away; run again, or "
+                "fetch it afresh with force_download=True"
+            )
+        self._fresh.add((listing.commit, name))
 
     def download(self, listing: Listing, name: str, folder: Path) -> Path:
         """Bring a file to `folder`, not into the cache; one that is there already is looked at, not fetched again."""
-        subject = self._file(name)
-        options = {"revision": listing.commit, "local_dir": folder}
-        path = Path(self._ask(lambda api: api.hf_hub_download(self.name, name, **options), subject))
-        _check_arrived(path, listing, name, subject)
+        link = self._cache.link(listing.commit, name)  # the client would copy it, whatever its length
+        stale = link is not None and not has_length(link, listing.nbytes(name))
+        path = self._get(listing, name, revision=listing.commit, local_dir=folder, force_download=stale)
+        self._check_arrived(path, listing, name)
         return path
 
     def read_start(self, listing: Listing, name: str, nbytes: int) -> bytes:
@@ -293,11 +313,9 @@ class Repo:
 
         self._ask(check)
 
-    def create(self, private: bool, gated: str) -> None:
-        """Create the repo, empty; `gated` as in `Listing`."""
+    def create(self, private: bool) -> None:
+        """Create the repo, empty."""
         self._ask(lambda api: api.create_repo(self.name, private=private, exist_ok=True))
-        if gated:
-            self.gate(gated)
 
     def gate(self, gated: str) -> None:
         """Have access to the repo asked for; `gated` as in `Listing`."""
@@ -305,7 +323,7 @@ class Repo:
 
     def create_branch(self, branch: str) -> None:
         """From the head of main."""
-        self._ask(lambda api: api.create_branch(self.name, branch=branch, exist_ok=True))
+        self._ask(lambda api: api.create_branch(self.name, branch=branch, exist_ok=True), revision="main")
 
     def upload(self, branch: str, names: Mapping[str, Path | bytes], new_pull: bool) -> list[Any]:
         """Send the large ones among files (name in the repo -> file here, or its content) that the Hub does not hold
@@ -318,7 +336,7 @@ class Repo:
         def send(additions: list[Any]) -> None:
             options = {"revision": branch, "create_pr": new_pull, "free_memory": False}
             subject = f"{self.name}: {additions[0].path_in_repo}"
-            self._ask(lambda api: api.preupload_lfs_files(self.name, additions, **options), subject)
+            self._ask(lambda api: api.preupload_lfs_files(self.name, additions, **options), subject, branch)
 
         additions = [huggingface_hub.CommitOperationAdd(name, content) for name, content in names.items()]
         small = [each for each in additions if each.upload_info.size < SMALL_NBYTES]
@@ -345,7 +363,8 @@ class Repo:
                 revision=branch,
                 parent_commit=parent,
                 create_pr=new_pull,
-            )
+            ),
+            revision=branch,
         )
         return str(info.oid), str(info.pr_revision or branch), str(info.pr_url or info.commit_url)
 
@@ -381,21 +400,8 @@ def _bar(api: Any) -> dict[str, Any]:
     return {"tqdm_class": Bar}
 
 
-def _check_arrived(path: Path, listing: Listing, name: str, subject: str) -> None:
-    """Throw a downloaded file away, and raise, when it is not what the Hub has."""
-    expected = listing.files[name].digest if name in listing.files else ""
-    if expected and digest_of(path, expected) != expected:
-        discard(path)
-        raise HubError(
-            f"{subject}: arrived altered (its digest is not the Hub's) and was thrown away; run again, or fetch it "
-            "afresh with force_download=True"
-        )
-
-
-def discard(path: Path) -> None:
-    """Remove a file of the cache: its link in the snapshot and what the link leads to."""
-    while path.is_symlink():
-        target = path.parent / os.readlink(path)
-        path.unlink(missing_ok=True)
-        path = target
-    path.unlink(missing_ok=True)
+def _remote_file(about: Any) -> RemoteFile:
+    """From what the client knows of a file."""
+    digest = about.lfs.sha256 if about.lfs else about.blob_id
+    nbytes = about.size if about.size is not None else about.lfs.size if about.lfs else 0
+    return RemoteFile(about.rfilename, int(nbytes or 0), str(digest or ""))

@@ -6,30 +6,32 @@ stand on different HTTP libraries, are read alike.
 
 from __future__ import annotations
 
-import base64
 import errno
-import re
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable
 from typing import Any, TypeVar
-from urllib.parse import quote, quote_plus
 
 from .crew import Stopped
 from .errors import HubError, ShardconvError
+from .tokens import without_secrets
 
 ATTEMPTS = 5  # in all, for one request
 WAIT_S = 1.0  # before the second attempt, doubled each time
 MAX_WAIT_S = 60.0  # of what the Hub asks us to wait
-_TOKEN = re.compile(r"\bhf_\w{8,}|(?i:bearer )[^\s'\"]+")  # what looks like a token, known to us or not
+NOT_CACHED = "not in the cache, and the Hub is not asked or does not answer; fetch it once with a network"
 _BROKEN = {"ReadError", "WriteError", "ReadTimeout", "WriteTimeout", "RemoteProtocolError", "CloseError"}
 
 T = TypeVar("T")
 
 
-def patiently(subject: str, secrets: tuple[str, ...], ask: Callable[[], T]) -> T:
+def patiently(
+    subject: str, secrets: Callable[[], tuple[str, ...]], ask: Callable[[], T], revision: str | None = None
+) -> T:
     """`ask()`, again with growing pauses while the Hub is busy or the connection breaks, at most `ATTEMPTS` times.
 
-    Raises `HubError` with one sentence about `subject`, which holds none of `secrets`.
+    Raises `HubError` with one sentence about `subject`. None of `secrets` stands in it, nor in anything that is raised
+    with it. `revision` is the one asked for; None is main.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -37,35 +39,28 @@ def patiently(subject: str, secrets: tuple[str, ...], ask: Callable[[], T]) -> T
         except (ShardconvError, Stopped):
             raise
         except Exception as raised:  # whatever the client and the HTTP library under it have
-            error = _root(raised)
-            wait = _wait(error, attempt)
-            if wait is None or attempt == ATTEMPTS:
-                raised_here = HubError(without_secrets(f"{subject}: {_explain(error, attempt)}", secrets))
-                raised_here.kind = _kind(error)
-                raise raised_here from None
-            time.sleep(wait)
+            failed = _failure(raised, attempt, subject, secrets, revision or "main")
+        if isinstance(failed, HubError):
+            raise failed  # not in the handler: what the client raised, which may show a token, would be its context
+        time.sleep(failed)
     raise AssertionError("unreachable")
 
 
-def without_secrets(text: str, secrets: tuple[str, ...]) -> str:
-    """`text` with each of `secrets` blotted out in every form in which a library may print it, and whatever else looks
-    like a token of the Hub."""
-    forms = {form for secret in secrets for form in _forms(secret)}
-    for form in sorted(forms, key=len, reverse=True):  # a form that holds another one first
-        text = text.replace(form, "***")
-    return _TOKEN.sub("***", text)
-
-
-def _forms(secret: str) -> Iterator[str]:
-    """As it is, escaped as Python and as URLs do, encoded as in a header; with and without what surrounds it."""
-    for each in {secret, secret.strip(), *secret.split()}:
-        if len(each) > 3:  # shorter ones are no secret, and would blot out half a sentence
-            yield each
-            yield repr(each)[1:-1]
-            yield ascii(each)[1:-1]
-            yield quote(each, safe="")
-            yield quote_plus(each)
-            yield base64.b64encode(each.encode("utf-8", "surrogateescape")).decode()
+def _failure(
+    raised: Exception, attempt: int, subject: str, secrets: Callable[[], tuple[str, ...]], revision: str
+) -> HubError | float:
+    """What to raise; or the seconds to wait before the next attempt."""
+    error = _root(raised)
+    wait = _wait(error, attempt)
+    if wait is not None and attempt < ATTEMPTS:
+        return wait
+    known = secrets()
+    explained = _explain(error, attempt, revision)
+    failed = HubError(without_secrets(f"{subject}: {explained or _unforeseen(error)}", known))
+    failed.kind = _kind(error)
+    if not explained:  # then where it comes from may help
+        failed.__cause__ = Exception(without_secrets("".join(traceback.format_exception(raised)), known))
+    return failed
 
 
 def _root(error: BaseException) -> BaseException:
@@ -76,7 +71,7 @@ def _root(error: BaseException) -> BaseException:
     telling = (each for each in chain if _status(each) or _names(each) & {"HTTPError", "OfflineModeIsEnabled"})
     # "Not in the cache" is what the client says in the end whatever kept it from asking.
     reasons = [each for each in chain if isinstance(each, OSError) and "LocalEntryNotFoundError" not in _names(each)]
-    return next(telling, next(iter(reasons), error))
+    return next(telling, next(iter(reasons), chain[-1]))
 
 
 def _names(error: BaseException) -> set[str]:
@@ -105,7 +100,8 @@ def _wait(error: BaseException, attempt: int) -> float | None:
     return float(WAIT_S * 2 ** (attempt - 1))
 
 
-def _explain(error: BaseException, attempts: int) -> str:
+def _explain(error: BaseException, attempts: int, revision: str) -> str:
+    """The sentence; "" for what was not foreseen."""
     names, status = _names(error), _status(error)
     said = _said(error)
     if "GatedRepoError" in names:
@@ -115,11 +111,11 @@ def _explain(error: BaseException, attempts: int) -> str:
     if "RepositoryNotFoundError" in names:
         return "repository not found on the Hub; check the name, or log in if it is private: hf auth login"
     if "RevisionNotFoundError" in names:
-        return "no such revision in the repo; check its branches and tags on its page"
+        return f"no revision {revision!r} in the repo; check its branches and tags on its page"
     if names & {"EntryNotFoundError", "RemoteEntryNotFoundError"} and status == 404:
-        return "the repo has no such file at this revision; check the name"
+        return f"the repo has no such file at {revision}; check the name"
     if names & {"OfflineModeIsEnabled", "LocalEntryNotFoundError"} and not status:
-        return "not in the cache, and the Hub is not asked or does not answer; fetch it once with a network"
+        return NOT_CACHED
     if "FileMetadataError" in names:
         return f"the server does not answer as the Hub does ({said}); check HF_ENDPOINT, a mirror must pass on headers"
     if status == 401 or "LocalTokenNotFoundError" in names:
@@ -140,7 +136,11 @@ def _explain(error: BaseException, attempts: int) -> str:
         return f"the cache cannot be written ({error.filename}); set HF_HOME to a folder of your own"
     if "HTTPError" in names or isinstance(error, (ConnectionError, TimeoutError)):
         return f"the Hub cannot be reached, the connection failed ({said}); check the network, or set HF_HUB_OFFLINE=1"
-    return f"the Hub's client failed ({type(error).__name__}: {said}); see SHARDCONV_DEBUG=1"
+    return ""
+
+
+def _unforeseen(error: BaseException) -> str:
+    return f"the Hub's client failed ({type(error).__name__}: {_said(error)}); see SHARDCONV_DEBUG=1"
 
 
 def _said(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from . import engine
 from .destination import claimed
 from .errors import OutputError
 from .fetching import Snapshot
-from .hub import digest_of
+from .hub_cache import digest_of
 from .journal import Journal
 from .layout import ConvertPlan
 from .preparation import Job

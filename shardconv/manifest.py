@@ -150,17 +150,25 @@ class Manifest:
             raise SetError(f"{path}: a link that leads out of its folder, to {outside}; put the file itself there")
         try:
             raw = read_bounded(path)
-            document = parse(raw)
         except FileNotFoundError:
             raise SetError(f"{folder}: no {MANIFEST_NAME}, so not a complete set; convert again") from None
         except OSError as error:
             raise SetError(f"{path}: cannot be read ({error.strerror})") from None
         except ValueError as error:
             raise SetError(f"{path}: not JSON ({error}); fetch or convert again") from None
-        manifest = cls.from_json(document, str(path))
+        return cls.parse(raw, str(path))
+
+    @classmethod
+    def parse(cls, raw: bytes, where: str) -> Manifest:
+        """A manifest from the bytes of its file, which `where` names in messages. Raises `SetError` as `read` does."""
+        try:
+            document = parse(raw)
+        except ValueError as error:
+            raise SetError(f"{where}: not JSON ({error}); fetch or convert again") from None
+        manifest = cls.from_json(document, where)
         body, sealed, _ = raw.rpartition(_SEAL.encode())
         if not sealed or document["manifest_digest"] != xxhash.xxh3_128_hexdigest(body):
-            raise SetError(f"{path}: not as it was written, its own digest differs; fetch or convert again")
+            raise SetError(f"{where}: not as it was written, its own digest differs; fetch or convert again")
         return manifest
 
     @classmethod

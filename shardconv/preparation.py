@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -11,9 +10,8 @@ from typing import Literal
 from ._version import __version__
 from .checkpoint import Checkpoint, config_digest, match_names, open_checkpoint, shorten, unexpected_names, variants_in
 from .destination import check_target, set_folder_name
-from .errors import CheckpointError, OutputError, PlanError, ShardconvError, as_one, every
+from .errors import CheckpointError, OutputError, PlanError, as_one, every
 from .facts import ModelFacts
-from .fetching import Snapshot
 from .layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
 from .manifest import FileRecord, Manifest, Source, SourceFileRecord
 from .models import kept_in_fp32
@@ -70,9 +68,10 @@ class Job:
 def prepare(located: Located, subfolder: str | None, out: Path, options: Options) -> list[Job]:
     """The job of every component to shard. Raises what is wrong with any of them, in one error; of a repo's files it
     speaks by their names in the repo."""
-    with Planner(needs_torch=options.dtype is not None) as planner, _in_words(located.snapshot):
-        names = components(located, subfolder, options.plan is not None, planner)
-        _check_variant(located, subfolder, options.variant)
+    with Planner(needs_torch=options.dtype is not None) as planner:
+        with located.speaking():
+            names = components(located, subfolder, options.plan is not None, planner)
+            _check_variant(located, subfolder, options.variant)
         return every(lambda name: _prepare(located, name, out, options, planner), names, CheckpointError)
 
 
@@ -86,19 +85,13 @@ def _check_variant(located: Located, subfolder: str | None, variant: str | None)
         raise CheckpointError(f"{located.folder / (subfolder or '')}: no files of variant {variant!r}, {there}")
 
 
-@contextmanager
-def _in_words(snapshot: Snapshot | None) -> Iterator[None]:
-    try:
-        yield
-    except ShardconvError as error:
-        if snapshot:
-            speak = snapshot.about if isinstance(error, CheckpointError) else snapshot.spoken
-            error.issues = tuple(map(speak, error.issues))
-        raise
-
-
 def _prepare(located: Located, component: str, out: Path, options: Options, planner: Planner) -> Job:
     """Check everything that can be checked without reading weights; one error for all faults of a component."""
+    with located.speaking(component, out):
+        return _prepared(located, component, out, options, planner)
+
+
+def _prepared(located: Located, component: str, out: Path, options: Options, planner: Planner) -> Job:
     elsewhere = located.snapshot.names_in(component) if located.snapshot else ()
     checkpoint = open_checkpoint(located.folder / component, options.variant, elsewhere)
     model = planner.facts(checkpoint.config, options.plan, options.tp, options.lean)

@@ -10,25 +10,24 @@ from pathlib import Path
 
 from . import card
 from ._version import __version__
+from .access import make_ready, owed_to_sources
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .cores import usable_cores
 from .crew import PATIENCE_S, Crew
 from .destination import is_set_file
 from .errors import HubError, Interrupted, SetError, UsageError
-from .hub import Listing, RemoteFile, Repo, card_metadata, degrees_in, digest_of, front_matter, is_repo_name
-from .jsonfile import parse
-from .layout import REPLICATED_FILE
+from .hub import Listing, RemoteFile, Repo, card_metadata, degrees_in, front_matter, is_repo_name
+from .hub_cache import digest_of
 from .manifest import Manifest
 from .sendable import Sendable, SendableSet, sendable
 from .sources import MODEL_INDEX
+from .tokens import usable_token
 from .verifying import NewProgress, verify
 
 CARD = "README.md"
 MAX_FILE_NBYTES = 500 * 1000**3  # the Hub takes no larger file
 COMMIT_FILES = 100  # what the Hub advises; one set is never divided
-EMPTY = Listing("", {}, "")
-GATES = ("", "auto", "manual")  # of a repo, from open to strict
-SAYING_NOTHING = {CARD, ".gitattributes"}  # files of a repo that holds nothing yet
+EMPTY = Listing("", {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +82,15 @@ def push(
 
     Raises:
         UsageError, SetError: before anything is sent.
-        HubError: the Hub refuses or fails; what was uploaded is not sent again by the next push.
+        HubError: before anything is sent, when the repo is open to more people than the one that was converted, or that
+            cannot be known; the Hub refuses or fails, and what was uploaded is not sent again by the next push.
     """
     if not is_repo_name(repo_id):
         raise UsageError(f"{repo_id}: expected a repo such as org/name")
     if create_pr and revision:
         raise UsageError("--create-pr: goes to main, --revision to a branch; give one of them")
+    if usable_token(token) is False:
+        raise UsageError("token: False sends none, and without one nothing can be pushed; leave it out, or give one")
     local = sendable(Path(out), degrees)
     _check_sizes(local)
     for found in [each for place in local.sets for each in verify(place.folder, new_progress=new_progress)]:
@@ -102,7 +104,8 @@ def push(
         repo.check_write()
     elif not state:
         _check_may_create(repo)
-    gate = _gate_needed(repo, local.sets, state)
+    sources = {each.manifest.source.repo for each in local.sets if each.manifest.source.repo}
+    owed = owed_to_sources(repo, state, sources, private)
     remote = branch_state or state or EMPTY
     units = _changes(Path(out), local, repo, remote, tell)
     sent = {name: _nbytes(content) for unit in units for name, content in unit.add.items()}
@@ -110,10 +113,7 @@ def push(
     report = Pushed(repo_id, "", state is None, tuple(each.name for each in local.sets), sent, deleted)
     if dry_run or (not units and (branch_state or create_pr)):
         return report
-    if state is None:
-        repo.create(private, gate)
-    elif gate and not state.gated:
-        repo.gate(gate)
+    make_ready(repo, state, owed, private)
     if branch_state is None and revision:
         repo.create_branch(revision)
     message = commit_message or f"Add {', '.join(report.sets)} (shardconv {__version__})"
@@ -165,18 +165,19 @@ def _changes(out: Path, local: Sendable, repo: Repo, remote: Listing, tell: Call
     config_names = {f"{each.component}/{CONFIG_NAME}".lstrip("/") for each in local.sets}
     rest = {name: path for name, path in local.others.items() if name not in config_names}
     units = [_Unit({name: path}) for name, path in _differing(rest, remote).items()]
+    others: dict[str, dict[int, Manifest]] = {}
     for component in dict.fromkeys(each.component for each in local.sets):
         sets = [each for each in local.sets if each.component == component]
         config = f"{component}/{CONFIG_NAME}".lstrip("/")
         changed = _differing({config: local.others[config]}, remote)
-        _check_strangers(repo, remote, component, sets, bool(changed) and config in remote.files)
+        others[component] = _strangers(repo, remote, component, sets, bool(changed) and config in remote.files)
         own = [_set_unit(each, remote) for each in sets]
         if changed and config in remote.files:  # the sets that are there go with the config that is there
             own = [_merged([_Unit(dict(changed)), *own])]
         elif changed:
             own.insert(0, _Unit(dict(changed)))
         units += own
-    text = _card(out, local, repo, remote, tell)
+    text = _card(out, local, repo, remote, _rows(local, repo, remote, others, tell))
     if text is not None:
         units.append(_Unit({CARD: text}))
     return _packed([unit for unit in units if unit.add or unit.delete])
@@ -209,32 +210,45 @@ def _set_files(remote: Listing, folder: str) -> dict[str, RemoteFile]:
     }
 
 
-def _check_strangers(
-    repo: Repo, remote: Listing, component: str, sets: Iterable[SendableSet], config_changed: bool
-) -> None:
-    """The repo's other sets of a component must be of the same weights and config, as on disk."""
-    ours = {each.manifest.tp_degree: each for each in sets}
-    issues = []
-    for degree, folder in degrees_in(remote, component).items():
-        if degree in ours:
-            continue
-        there = _manifest_there(repo, remote, f"{folder}/{MANIFEST_NAME}")
-        if config_changed or there.source.files != next(iter(ours.values())).manifest.source.files:
+def _strangers(
+    repo: Repo, remote: Listing, component: str, sets: Sequence[SendableSet], config_changed: bool
+) -> dict[int, Manifest]:
+    """The repo's other sets of a component, by degree; they must be of the same weights and config, as on disk."""
+    ours, issues = {each.manifest.tp_degree for each in sets}, []
+    others = {
+        degree: _manifest_there(repo, remote, f"{folder}/{MANIFEST_NAME}")
+        for degree, folder in degrees_in(remote, component).items()
+        if degree not in ours
+    }
+    for degree, there in others.items():
+        if config_changed or there.source.files != sets[0].manifest.source.files:
             issues.append(
-                f"{repo.name}: {folder} is of other weights or another config than what is pushed; push to another "
-                f"repo, or convert and push degree {degree} along"
+                f"{repo.name}: {degrees_in(remote, component)[degree]} is of other weights or another config than what "
+                f"is pushed; push to another repo, or convert and push degree {degree} along"
             )
     if issues:
         raise SetError(*issues)
+    return others
 
 
 def _manifest_there(repo: Repo, remote: Listing, name: str) -> Manifest:
-    where = f"{repo.name}: {name}"
     try:
-        document = parse(repo.read(remote, name))
-    except ValueError as error:
-        raise SetError(f"{where}: not JSON ({error}); push that set again, or remove it from the repo") from None
-    return Manifest.from_json(document, where)
+        return Manifest.parse(repo.read(remote, name), f"{repo.name}: {name}")
+    except SetError as error:
+        raise error.reworded(_for_owner) from None
+
+
+def _for_owner(issue: str) -> str:
+    """A fault of a manifest in a repo, with what its owner can do about it."""
+    fault, _, step = issue.rpartition("; ")
+    return f"{fault}; push that set again, or remove it from the repo" if step.endswith("again") else issue
+
+
+def _is_whole(there: Manifest, remote: Listing, folder: str) -> bool:
+    """Whether a repo has every file of a set, at its length."""
+    held = {name.rpartition("/")[2]: file.nbytes for name, file in _set_files(remote, folder).items()}
+    named = there.tp_degree == int(folder.rpartition("tp")[2])
+    return named and all(held.get(file.name) == file.nbytes for file in there.files)
 
 
 def _merged(units: Iterable[_Unit]) -> _Unit:
@@ -256,14 +270,14 @@ def _packed(units: Iterable[_Unit]) -> list[_Unit]:
     return packed
 
 
-def _card(out: Path, local: Sendable, repo: Repo, remote: Listing, tell: Callable[[str], None]) -> bytes | None:
+def _card(out: Path, local: Sendable, repo: Repo, remote: Listing, rows: Sequence[card.SetRow]) -> bytes | None:
     """The model card as it should be; None when the repo's is so already."""
-    section = card.section(repo.name, _rows(local, repo, remote, tell), MODEL_INDEX in local.others)
-    here = (out / CARD).read_text(encoding="utf-8") if (out / CARD).is_file() else ""
+    section = card.section(repo.name, rows, MODEL_INDEX in local.others)
     if CARD in remote.files:
-        old = repo.read(remote, CARD).decode()
+        old = _text(repo.read(remote, CARD), f"{repo.name}: {CARD}")
         text = card.updated(old, section)
         return None if text == old else text.encode()
+    here = _text((out / CARD).read_bytes(), str(out / CARD)) if (out / CARD).is_file() else ""
     if card.BEGIN in here:
         return card.updated(here, section).encode()
     manifest = local.sets[0].manifest
@@ -274,30 +288,35 @@ def _card(out: Path, local: Sendable, repo: Repo, remote: Listing, tell: Callabl
     return card.new(front, repo.name, base, manifest.cast_to, section).encode()
 
 
-def _rows(local: Sendable, repo: Repo, remote: Listing, tell: Callable[[str], None]) -> list[card.SetRow]:
-    """Every set that the repo will hold, whole."""
-    rows = []
-    components = dict.fromkeys(each.component for each in local.sets)
-    ours = {(each.component, each.manifest.tp_degree) for each in local.sets}
-    for each in local.sets:
-        sizes = {file.name: file.nbytes for file in each.manifest.files}
-        rows.append(_row(each.component, each.manifest.tp_degree, sizes))
-    for component in components:
+def _text(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise SetError(f"{where}: expected text in UTF-8, found another encoding; save it as UTF-8") from None
+
+
+def _rows(
+    local: Sendable,
+    repo: Repo,
+    remote: Listing,
+    others: Mapping[str, Mapping[int, Manifest]],
+    tell: Callable[[str], None],
+) -> list[card.SetRow]:
+    """Every set that the repo will hold, whole; `others` are those that are not pushed."""
+    rows = [_row(each.component, each.manifest) for each in local.sets]
+    for component, there in others.items():
         for degree, folder in degrees_in(remote, component).items():
-            if (component, degree) not in ours:
-                there = {name.rpartition("/")[2]: file.nbytes for name, file in _set_files(remote, folder).items()}
-                there.pop(MANIFEST_NAME)
-                if sum(name != REPLICATED_FILE for name in there) == degree:
-                    rows.append(_row(component, degree, there))
-                else:
-                    tell(f"{repo.name}: {folder} lacks rank files, nobody can load it; push that degree, or remove it")
+            if degree in there and _is_whole(there[degree], remote, folder):
+                rows.append(_row(component, there[degree]))
+            elif degree in there:
+                tell(f"{repo.name}: {folder} lacks rank files, nobody can load it; push that degree, or remove it")
     return rows
 
 
-def _row(component: str, degree: int, sizes: Mapping[str, int]) -> card.SetRow:
-    shared = sizes.get(REPLICATED_FILE, 0)
-    own = max(nbytes for name, nbytes in sizes.items() if name != REPLICATED_FILE)
-    return card.SetRow(component, degree, sum(sizes.values()), shared + own)
+def _row(component: str, manifest: Manifest) -> card.SetRow:
+    shared = sum(file.nbytes for file in manifest.files if file.rank is None)
+    own = max(file.nbytes for file in manifest.files if file.rank is not None)
+    return card.SetRow(component, manifest.tp_degree, sum(file.nbytes for file in manifest.files), shared + own)
 
 
 def _source_card(manifest: Manifest, token: str | bool | None) -> str:
@@ -309,34 +328,6 @@ def _source_card(manifest: Manifest, token: str | bool | None) -> str:
         return source.read(source.listing(manifest.source.revision), CARD).decode()
     except (HubError, KeyError, UnicodeDecodeError):
         return ""
-
-
-def _gate_needed(repo: Repo, sets: Iterable[SendableSet], there: Listing | None) -> str:
-    """How access to `repo`, found as `there`, must be gated: at least as to the repos that its weights come from. One
-    that shows nothing yet is gated before anything is sent.
-
-    Raises `HubError` when it is gated less, and when that cannot be known: weights in the open do not come back.
-    """
-    needed, source, closed = "", "", bool(there and there.gated)
-    for name in sorted({each.manifest.source.repo or "" for each in sets} - {"", repo.name}):
-        try:
-            gated = Repo(name, repo.token).listing(None).gated
-        except HubError as error:
-            if closed:
-                continue
-            raise HubError(
-                f"{repo.name}: whether access to {name}, which its weights come from, is gated cannot be known "
-                f"({error}); log in with an account that sees it, or gate {repo.name} in its settings before you push"
-            ) from None
-        if GATES.index(gated) > GATES.index(needed):
-            needed, source = gated, name
-    if there is None or GATES.index(there.gated) >= GATES.index(needed) or set(there.files) <= SAYING_NOTHING:
-        return needed
-    found = f"gated ({there.gated})" if there.gated else "not gated"
-    raise HubError(
-        f"{repo.name}: access to it is {found}, to {source}, which its weights come from, it is gated ({needed}); gate "
-        "it alike in its settings, then push again"
-    )
 
 
 def _send(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME
-from .destination import degree_of, sets_in, unfinished_degree
+from .destination import degree_of, is_hidden, sets_in, unfinished_degree
 from .errors import SetError, ShardconvError, UsageError
 from .links import files_in, leads_out, link_issues
 from .manifest import Manifest
@@ -88,7 +88,8 @@ def sendable(out: Path, degrees: Collection[int] | None) -> Sendable:
 def _components(out: Path) -> list[str]:
     """Folders of `out`, "" for itself, in which something was converted."""
     names = [""] if _holds_sets(out) else []
-    return names + sorted(child.name for child in out.iterdir() if child.is_dir() and _holds_sets(child))
+    inner = [child for child in out.iterdir() if child.is_dir() and not is_hidden(child.name)]
+    return names + sorted(child.name for child in inner if _holds_sets(child))
 
 
 def _holds_sets(folder: Path) -> bool:
@@ -128,10 +129,6 @@ def _pipeline_files(out: Path, sharded: Sequence[str]) -> dict[str, Path]:
         for component in pipeline_components(out):
             if component not in sharded:
                 inside = (path.relative_to(out) for path in files_in(out / component))
-                names += sorted(path.as_posix() for path in inside if not _is_hidden(path))
+                names += sorted(path.as_posix() for path in inside if not any(map(is_hidden, path.parts)))
         names.append(MODEL_INDEX)
     return {name: out / name for name in names}
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)

@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME
-from .destination import degree_of, sets_in
+from .destination import degree_of, is_hidden, sets_in
 from .errors import SetError, ShardconvError
 from .header import FileHeader
 from .jsonfile import parse
@@ -43,7 +43,8 @@ def components_in(path: Path) -> list[str]:
     """
     if (path / MANIFEST_NAME).is_file() or set_folders(path):
         return [""]
-    inner = sorted(child.name for child in path.iterdir() if set_folders(child)) if path.is_dir() else []
+    children = [child for child in path.iterdir() if not is_hidden(child.name)] if path.is_dir() else []
+    inner = sorted(child.name for child in children if set_folders(child))
     if not inner:
         any_set(path)  # says what stands there instead
     return inner
@@ -59,7 +60,8 @@ def any_set(path: Path) -> Path:
     for folder in set_folders(path) if not sets else ():
         raise SetError(f"{folder}: no {MANIFEST_NAME}, so not a complete set; fetch or convert it again")
     if not sets:
-        inner = sorted(child.name for child in path.iterdir() if child.is_dir() and sets_in(child))
+        children = [child for child in path.iterdir() if child.is_dir() and not is_hidden(child.name)]
+        inner = sorted(child.name for child in children if sets_in(child))
         where = f"it is in {', '.join(inner)}; give {path / inner[0]}" if inner else "give a folder that convert wrote"
         raise SetError(f"{path}: no converted set in it; {where}")
     casts = {degree: Manifest.read(folder).cast_to or "as stored" for degree, folder in sets.items()}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import models
 from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, read_config, refuse_file
+from .destination import is_hidden
 from .errors import CheckpointError, PlanError, UsageError
 from .jsonfile import parse, read_bounded
 from .links import files_in, link_issues
@@ -30,6 +32,10 @@ class Located:
     repo: str | None
     commit: str | None
     snapshot: Snapshot | None = None  # of the repo
+
+    def speaking(self, component: str = "", out: Path | None = None) -> AbstractContextManager[None]:
+        """See `Snapshot.speaking`; of a folder faults speak anyway."""
+        return self.snapshot.speaking(component, out) if self.snapshot else nullcontext()
 
     @property
     def is_pipeline(self) -> bool:
@@ -66,10 +72,7 @@ def locate(
     from .hub import Repo
 
     repo = Repo(name, subject=f"{name}: not a folder here, and the Hub says")
-    try:
-        snapshot = fetch(repo, revision, subfolder, variant, headers_only)
-    except CheckpointError as error:
-        raise CheckpointError(*(each if name in each else f"{name}: {each}" for each in error.issues)) from None
+    snapshot = fetch(repo, revision, subfolder, variant, headers_only)
     return Located(snapshot.folder, name, snapshot.listing.commit, snapshot)
 
 
@@ -93,7 +96,8 @@ def components(located: Located, subfolder: str | None, has_own_plan: bool, plan
     listed = pipeline_components(located.folder)
     absent = [str(located.folder / name) for name in listed if not (located.folder / name).is_dir()]
     if absent:
-        raise CheckpointError(f"{located.folder}: {MODEL_INDEX} names {', '.join(absent)}, no such folder; fetch it")
+        step = "tell its owner" if located.snapshot else "fetch it"
+        raise CheckpointError(f"{located.folder}: {MODEL_INDEX} names {', '.join(absent)}, no such folder; {step}")
     planned = {
         name: planner.has_plan(library, cls, _config(located.folder / name)) for name, (library, cls) in listed.items()
     }
@@ -139,8 +143,8 @@ def pipeline_components(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def rest_of_pipeline(folder: Path, sharded: Sequence[str]) -> list[str]:
-    """Everything else that belongs to the pipeline, relative to its folder: licence and card, the other components, and
-    last `model_index.json`, which says that there is a pipeline.
+    """Everything else that belongs to the pipeline, relative to its folder: licence and card, the other components, no
+    hidden files, and last `model_index.json`, which says that there is a pipeline.
 
     Raises `CheckpointError` for links that must not be followed (links.py) or lead nowhere.
     """
@@ -150,7 +154,8 @@ def rest_of_pipeline(folder: Path, sharded: Sequence[str]) -> list[str]:
     ]
     for component in pipeline_components(folder):
         if component not in sharded and (folder / component).is_dir():
-            names += sorted(str(path.relative_to(folder)) for path in files_in(folder / component))
+            inside = (path.relative_to(folder) for path in files_in(folder / component))
+            names += sorted(str(path) for path in inside if not any(map(is_hidden, path.parts)))
     names.append(MODEL_INDEX)
     issues = link_issues(names, folder)
     if issues:

@@ -108,6 +108,7 @@ class Fault:
     edit: Callable[[bytes], bytes] | None = None  # changes the body
     lost: bool = False  # the work is done, the answer never comes
     drop: Collection[str] = ()  # headers that are left out of the answer
+    put: Mapping[str, str] = field(default_factory=dict)  # headers of the answer that are other ones
 
 
 class StandInHub(ThreadingHTTPServer):
@@ -281,7 +282,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         request.status = answer.status
         self.send_response(answer.status)
-        for key, value in ({"Content-Length": str(len(body))} | headers).items():
+        for key, value in ({"Content-Length": str(len(body))} | headers | dict(fault.put if fault else {})).items():
             if not (fault and key in fault.drop):
                 self.send_header(key, value)
         self.end_headers()

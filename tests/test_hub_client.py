@@ -1,19 +1,20 @@
-"""What the Hub's client is asked and told: tokens that never show, content fetched once, gates, reasons."""
+"""What the Hub's client is asked for: content once, compared; reasons are kept, faults speak of the repo."""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hub_clients
+import huggingface_hub
 import pytest
+import ranks
 import small_sets
+import torch.distributed as dist
 import toys
 from stand_in_hub import File, Repo, StandInHub
 
@@ -22,7 +23,6 @@ import shardconv
 from shardconv import CheckpointError, HubError, SetError, UsageError
 from shardconv.cli.main import main
 from shardconv.errors import as_one
-from shardconv.hub_errors import without_secrets
 
 REPO = "org/tiny-tp"
 SOURCE = "their/flux"
@@ -45,80 +45,6 @@ def filled(hub: StandInHub, client: Any) -> Repo:
 def load(**options: Any) -> Any:
     """The model of the repo, in this process."""
     return loader.load_model(REPO, device="cpu", subfolder="transformer", **options)
-
-
-# Tokens
-
-
-@pytest.mark.parametrize("token", ["hf_alice\n", "  hf_alice \r\n", "hf_alice"])
-def test_a_token_out_of_a_file_is_taken(hub: StandInHub, filled: Repo, token: str, monkeypatch: Any) -> None:
-    """What a file or a variable has around a token does not matter."""
-    monkeypatch.delenv("HF_TOKEN")
-    filled.private = True
-    load(token=token)
-    assert {request.user for request in hub.log if "/storage/" not in request.path} == {"alice"}
-
-
-@pytest.mark.parametrize("token", ["", " \n", None, True])
-def test_no_token_is_the_saved_one(hub: StandInHub, filled: Repo, token: Any) -> None:
-    """An empty token, None and True stand for the one that is saved."""
-    filled.private = True
-    load(token=token)
-
-
-def test_false_sends_none(hub: StandInHub, filled: Repo) -> None:
-    """`token=False` asks as nobody."""
-    load(token=False)
-    assert {request.user for request in hub.log} == {""}
-    filled.private = True
-    with pytest.raises(HubError, match="log in"):
-        load(token=False, revision="main")
-
-
-def test_true_without_a_saved_one_says_how_to_log_in(hub: StandInHub, filled: Repo, monkeypatch: Any) -> None:
-    """`token=True` where nobody is logged in, and any error with it, is an ordinary error of the Hub."""
-    monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(HubError, match="hf auth login"):
-        load(token=True)
-    with pytest.raises(HubError, match="hf auth login"):
-        shardconv.push(small_sets.converted("flux", 1), REPO, token=True)
-
-
-@pytest.mark.parametrize("token", ["hf_ab\ncdefghi", "hf_abcd efghi", "hf_abcdefghü"])
-def test_a_token_that_cannot_be_sent_is_not_quoted(filled: Repo, token: str) -> None:
-    """What no header can hold is refused before anything is asked, and no part of it is printed."""
-    with pytest.raises(UsageError, match=r"^token: expected printable ASCII") as caught:
-        load(token=token)
-    for part in token.split():
-        assert part not in str(caught.value)
-
-
-@pytest.mark.parametrize("secret", ["hf_secret12345", "plain/se+cret=7", "tok'en\"9\\8"])
-def test_a_secret_is_blotted_out_in_every_form(secret: str) -> None:
-    """As it is, as Python prints it in text and in bytes, in a URL, with a newline, twice in a line."""
-    from base64 import b64encode
-    from urllib.parse import quote
-
-    line = f"{secret + chr(10)!r} {secret.encode()!r} {secret!r} {quote(secret, safe='')} {b64encode(secret.encode())}"
-    told = without_secrets(f"Bearer {secret}: {line} {secret}{secret}", (f"{secret}\n",))
-    for form in (secret, repr(secret)[1:-1], quote(secret, safe=""), b64encode(secret.encode()).decode()):
-        assert form not in told
-    assert "***" in told
-
-
-def test_an_unknown_token_is_blotted_out_too() -> None:
-    """What looks like a token of the Hub is never printed, whoever's it is; other words stay."""
-    assert without_secrets("b'Bearer hf_AbCdEfGh12' hf_hub and hf_transfer1", ()) == "b'***' hf_hub and ***"
-
-
-@pytest.mark.slow
-def test_no_traceback_shows_a_token(hub: StandInHub, tmp_path: Path) -> None:
-    """With SHARDCONV_DEBUG=1 the whole traceback of a failed request is free of the token."""
-    settings = hub.settings(tmp_path, token="hf_mallory_12345") | {"SHARDCONV_DEBUG": "1"}
-    done = hub_clients.command(settings, "convert", "--tp", "2", "org/nope", tmp_path / "out")
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-    assert "mallory" not in done.stderr
 
 
 # What is fetched
@@ -164,92 +90,101 @@ def test_content_of_the_wrong_length_is_fetched_again(hub: StandInHub, filled: R
         assert all(tensor.equal(expected[name]) for name, tensor in found.items())
 
 
-LOAD = """
-import sys, loader
-loader.load_model(sys.argv[1], device="cpu", subfolder="transformer")
-"""
-
-
 @pytest.mark.slow
 def test_two_groups_of_a_node_fetch_once(hub: StandInHub, filled: Repo, tmp_path: Path) -> None:
     """Two groups that start together with an empty cache: each file is sent once."""
-    environment = hub_clients.environment(hub.settings(tmp_path / "home"))
-    starting = [subprocess.Popen([sys.executable, "-c", LOAD, REPO], env=environment) for _ in range(2)]
-    assert [process.wait(120) for process in starting] == [0, 0]
-    fetched = [name for name in hub.fetched(REPO) if name.endswith(".safetensors")]
-    assert len(fetched) == len(set(fetched)) > 0
+    ranks.values(load_in_own_group, hub.settings(tmp_path / "both"), n=2)
+    fetched = hub.fetched(REPO)
+    assert sorted(set(fetched)) == fetched
+    assert len(fetched) == 4
 
 
-def test_what_is_not_in_the_cache_is_named(filled: Repo, client: Any) -> None:
-    """`local_files_only` with a file missing speaks of that file and of no option that nobody gave."""
+def load_in_own_group(settings: dict[str, str]) -> None:
+    """Each of two processes alone in a group, at the same time."""
+    hub_clients.point_at(settings)
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    dist.barrier()
+    load(group=groups[dist.get_rank()])
+
+
+def test_what_is_not_in_the_cache_is_named(filled: Repo, client: Any, monkeypatch: Any) -> None:
+    """`local_files_only`, or HF_HUB_OFFLINE, with files missing names each with repo and commit, says how to fetch it,
+    and speaks of no option that nobody gave; one that was given is refused."""
     load()
-    [link] = Path(client["HF_HOME"]).glob(f"hub/*/snapshots/*/{RANK}")
-    link.unlink()
-    with pytest.raises(HubError, match=f"{RANK}: not in the cache") as caught:
-        load(local_files_only=True)
-    assert "force" not in str(caught.value)
-    with pytest.raises(UsageError, match="force_download: fetches afresh, which local_files_only forbids"):
-        load(local_files_only=True, force_download=True)
+    commit = filled.refs["main"]
+    names, command = ["transformer/config.json", RANK], f"hf download {REPO}"
+    for name in names:
+        [link] = Path(client["HF_HOME"]).glob(f"hub/*/snapshots/*/{name}")
+        link.unlink()
+    words = "not in the cache, and the Hub is not asked or does not answer; fetch it once with a network"
+    for options, instead in (({"local_files_only": True}, "local_files_only"), ({}, "HF_HUB_OFFLINE")):
+        with pytest.raises(HubError) as caught:
+            load(**options)
+        assert caught.value.issues == tuple(
+            f"{REPO} at {commit[:7]}: {name}: {words} (without {instead}, or: {command} {name} --revision {commit})"
+            for name in names
+        )
+        with pytest.raises(UsageError, match=f"force_download: fetches afresh, which {instead} forbids"):
+            load(**options, force_download=True)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match=r"org/never at v1: not in the cache, and the Hub is not asked"):
+        loader.load_model("org/never", revision="v1", local_files_only=True)
 
 
-# Gates
+def test_what_another_program_fetched_in_part_is_enough(hub: StandInHub, filled: Repo, client: Any) -> None:
+    """A cache that holds what a rank needs and not all of the repo, and knows that, loads offline."""
+    filled.commit(filled.files() | {"other/big.bin": File("x", b"of no matter")}, "more")
+    huggingface_hub.snapshot_download(REPO, allow_patterns=["transformer/**"])
+    hub.log.clear()
+    load(local_files_only=True)
+    assert hub.log == []
 
 
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """A set whose manifest says that it came from SOURCE."""
-    folder = tmp_path / "out"
-    shardconv.convert(small_sets.source("flux"), folder, tp=2)
-    manifest = shardconv.Manifest.read(folder / "tp2")
-    source = replace(manifest.source, repo=SOURCE, revision="0" * 40)
-    (folder / "tp2" / "shardconv.json").write_text(replace(manifest, source=source).to_json())
-    return folder
+def test_the_first_file_is_compared_too(hub: StandInHub, filled: Repo, client: Any) -> None:
+    """The config, which is fetched by the name of the revision, arrives altered: an error, and it does not stay."""
+    hub.fail("GET", "/resolve/main/transformer/config.json", edit=lambda data: b"?" + data[1:])
+    with pytest.raises(HubError, match=r"transformer/config.json: arrived altered"):
+        load()
+    assert not list(Path(client["HF_HOME"]).glob("hub/*/snapshots/*/transformer/config.json"))
+    load()
 
 
-def pushed(repo: Repo) -> bool:
-    """Whether a reader of the repo finds weights."""
-    return any(name.endswith(".safetensors") for name in repo.files())
+def test_force_fetches_each_file_once_from_an_empty_cache_too(hub: StandInHub, filled: Repo) -> None:
+    """Also the one that says which commit it is."""
+    for _ in range(2):
+        hub.log.clear()
+        load(force_download=True)
+        assert sorted(set(hub.fetched(REPO))) == hub.fetched(REPO)
+        assert len(hub.fetched(REPO)) == 4
 
 
-@pytest.mark.parametrize(("gate", "there"), [("auto", ""), ("manual", ""), ("manual", "auto")])
-def test_a_gated_source_is_not_published_more_openly(
-    hub: StandInHub, client: Any, out: Path, gate: str, there: str
-) -> None:
-    """A repo that exists and is gated less than the source is refused, at every push, before anything is sent; gated
-    alike or more it is taken."""
-    hub.add_repo(SOURCE, gated=gate)
-    repo = hub.add_repo(REPO, {"theirs": b"1"}, gated=there)
-    for dry_run in (True, False):
-        with pytest.raises(HubError, match=rf"to {SOURCE}, which its weights come from, it is gated \({gate}\)"):
-            shardconv.push(out, REPO, dry_run=dry_run)
-    assert not pushed(repo)
-    repo.gated = "manual"
-    shardconv.push(out, REPO)
-    assert pushed(repo)
+def test_content_under_another_etag_is_compared(hub: StandInHub, filled: Repo) -> None:
+    """A mirror with etags of its own: what the cache has by the Hub's digest is not what arrives."""
+    load()
+    filled.commit(filled.files() | {"README.md": File("README.md", b"card")}, "card")
+    hub.fail("HEAD", f"/resolve/.*{RANK}", times=2, put={"X-Linked-ETag": '"of-the-mirror"'})
+    hub.fail("GET", "/storage/", edit=lambda data: data[:-1] + b"?")
+    with pytest.raises(HubError, match=f"{RANK}: arrived altered"):
+        load()
 
 
-def test_a_gate_that_failed_once_is_closed_by_the_next_push(hub: StandInHub, client: Any, out: Path) -> None:
-    """The repo is created, gating it fails: nothing was sent, and the next push gates it first."""
-    hub.add_repo(SOURCE, gated="auto")
-    hub.fail("PUT", "/settings", status=403, text="not now")
-    with pytest.raises(HubError, match="not now"):
-        shardconv.push(out, REPO)
-    assert not pushed(hub.repos[REPO])
-    shardconv.push(out, REPO)
-    assert hub.repos[REPO].gated == "auto"
-    paths = [request.path for request in hub.log if request.method not in ("GET", "HEAD")]
-    assert paths.index(f"/api/models/{REPO}/settings") < next(i for i, path in enumerate(paths) if "/upload/" in path)
+def test_a_dry_run_counts_what_the_cache_has(hub: StandInHub, client: Any, tmp_path: Path, capsys: Any) -> None:
+    """Content that was fetched with another commit would not be downloaded again."""
+    source = hub.add_folder(SOURCE, small_sets.source("flux"))
+    shardconv.convert(SOURCE, tmp_path / "out", tp=2)
+    source.commit(source.files() | {"README.md": File("README.md", b"card")}, "card")
+    assert main(["convert", "--tp", "4", "--dry-run", "--json", SOURCE, str(tmp_path / "new")]) == 0
+    assert json.loads(capsys.readouterr().out)["download"] == {"README.md": 4}
 
 
-def test_a_source_that_cannot_be_asked_is_taken_for_gated(hub: StandInHub, client: Any, out: Path) -> None:
-    """The source is gone, or not ours to see: refused with the reason, unless the target is gated already."""
-    repo = hub.add_repo(REPO)
-    with pytest.raises(HubError, match=f"whether access to {SOURCE}, .* is gated cannot be known .*not found"):
-        shardconv.push(out, REPO)
-    assert not pushed(repo)
-    repo.gated = "auto"
-    shardconv.push(out, REPO)
-    assert pushed(repo)
+def test_low_disk_does_not_take_a_shortened_file_of_the_cache(hub: StandInHub, client: Any, tmp_path: Path) -> None:
+    """The client would copy it; it is downloaded instead."""
+    hub.add_folder(SOURCE, small_sets.source("flux"))
+    shardconv.convert(SOURCE, tmp_path / "out", tp=2)
+    [link] = Path(client["HF_HOME"]).glob("hub/*/snapshots/*/*.safetensors")
+    os.truncate(link.resolve(), 5000)
+    shardconv.convert(SOURCE, tmp_path / "new", tp=2, low_disk=True)
+    assert toys.contents(tmp_path / "new") == toys.contents(tmp_path / "out")
 
 
 # Reasons
@@ -260,6 +195,35 @@ def test_a_mirror_that_leaves_headers_out_is_told_so(hub: StandInHub, filled: Re
     hub.fail("HEAD", "/resolve/", times=100, drop=("X-Repo-Commit", "ETag", "X-Linked-ETag"))
     with pytest.raises(HubError, match=r"does not answer as the Hub does .*check HF_ENDPOINT"):
         load()
+
+
+def test_a_mirror_that_names_no_commit_is_told_so(hub: StandInHub, filled: Repo) -> None:
+    """Its answer about the repo lacks what everything is pinned to."""
+    hub.fail("GET", "/api/models/", edit=lambda data: data.replace(b'"sha"', b'"other"'))
+    with pytest.raises(HubError, match="the answer names no commit, so it is not the Hub's; check HF_ENDPOINT"):
+        load()
+
+
+@pytest.mark.parametrize("name", ["transformer/../../../secret", "/etc/passwd", ".."])
+def test_a_repo_that_names_files_outside_is_not_trusted(
+    hub: StandInHub, filled: Repo, tmp_path: Path, name: str
+) -> None:
+    """Whatever a server lists, no file of this disk is taken for one of the repo."""
+    filled.commit(filled.files() | {name: File("x", b"x")}, "evil")
+    for act in (load, lambda: shardconv.convert(REPO, tmp_path / "out", tp=2)):
+        with pytest.raises(HubError, match=rf"names '{name}', outside of itself; do not trust it"):
+            act()
+
+
+def test_a_mirror_that_tells_no_lengths_and_digests_is_used(hub: StandInHub, filled: Repo) -> None:
+    """Nothing can be compared then; and what the cache has is not taken for short."""
+    hub.fail(
+        "GET", "/api/models/", times=2, edit=lambda data: re.sub(rb'"(size|blobId|lfs|sha256)":', rb'"x\1":', data)
+    )
+    load(verify=True)
+    hub.log.clear()
+    load(verify=True)
+    assert hub.fetched(REPO) == []
 
 
 def test_the_kind_of_a_fault_survives() -> None:
@@ -283,74 +247,76 @@ def test_a_revision_is_named(hub: StandInHub, filled: Repo, tmp_path: Path, caps
     assert "no revision 'v9' in the repo" in capsys.readouterr().err
 
 
-# Damaged repos
+# Faulty repos
 
 
-def test_a_set_without_rank_files_is_left_off_the_card(hub: StandInHub, client: Any, out: Path, capsys: Any) -> None:
-    """A manifest alone, beside what is pushed: one sentence, no crash, and the card does not offer it."""
-    hub.add_repo(SOURCE)
-    shardconv.push(out, REPO)
-    repo = hub.repos[REPO]
-    files = repo.files()
-    shardconv.reshard(out, out, tp=4)
-    manifest = (out / "tp4" / "shardconv.json").read_bytes()
-    repo.commit(files | {"tp4/shardconv.json": File("x", manifest)}, "half a set")
-    assert main(["push", "--degrees", "2", str(out), REPO]) == 0
-    assert f"{REPO}: tp4 lacks rank files" in capsys.readouterr().err
-    assert "| 4 |" not in repo.files()["README.md"].data.decode()
+@pytest.fixture
+def faulty(hub: StandInHub, client: Any, tmp_path: Path, capsys: Any) -> Any:
+    """The files of a pipeline's repo; and what converting says of it with other files: one fault after another."""
+    names = {"transformer": ["diffusers", "FluxTransformer2DModel"], "text_encoder": ["transformers", "CLIPTextModel"]}
+    source = tmp_path / "source"
+    toys.save(toys.small_models.build("flux"), source / "transformer", max_shard_size="2MB")
+    (source / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline", **names}))
+    (source / "text_encoder").mkdir()
+    (source / "text_encoder" / "config.json").write_text("{}")
+    repo = hub.add_folder(SOURCE, source)
 
+    def said(option: str, files: dict[str, File]) -> str:
+        commit = repo.commit(files, f"{len(repo.commits)}")
+        capsys.readouterr()
+        assert main(["convert", "--tp", "2", option, SOURCE, str(tmp_path / "out")]) == 1
+        text = capsys.readouterr().err
+        assert "/tmp" not in text
+        assert "hub/models--" not in text
+        assert re.match(rf"shardconv: (\d+ problems:\n  - )?{SOURCE}(/[\w./]*\w)? at {commit[:7]}: ", text)
+        return text
 
-def test_a_remote_manifest_is_bounded(hub: StandInHub, client: Any, out: Path) -> None:
-    """A manifest of a repo that is longer than any of ours is not read."""
-    hub.add_repo(SOURCE)
-    hub.add_repo(REPO, {"tp8/shardconv.json": File("x", b"{}", nbytes=200_000_000)})
-    with pytest.raises(HubError, match=r"tp8/shardconv.json: 200,000,000 bytes, at most 100,000,000 are read"):
-        shardconv.push(out, REPO)
-
-
-@pytest.mark.parametrize("name", [".DS_Store", ".nfs0001", ".shardconv.json.swp", "._rank"])
-def test_hidden_files_are_never_sent_and_stop_nothing(
-    hub: StandInHub, client: Any, out: Path, name: str, capsys: Any
-) -> None:
-    """What a system or an editor leaves in a set's folder is said in a line, by verify and by push, and stays here; a
-    visible file that is none of the set's is refused; convert, reshard and merge do not mind either."""
-    hub.add_repo(SOURCE)
-    (out / "tp2" / name).write_bytes(b"private")
-    assert main(["verify", str(out)]) == 0
-    assert f"{out / 'tp2'}: {name} ignored" in capsys.readouterr().err
-    assert main(["push", str(out), REPO]) == 0
-    assert capsys.readouterr().err.count(f"{name} not sent") == 1
-    assert not [each for each in hub.repos[REPO].files() if name in each]
-    source = small_sets.source("flux")
-    shardconv.convert(source, out, tp=2, self_contained=True, overwrite=True)
-    shardconv.reshard(out, out, tp=4)
-    shardconv.merge(out, out.parent / "merged")
-    (out / "tp4" / "notes.txt").write_bytes(b"")
-    assert main(["verify", "--quiet", str(out)]) == 1
+    return repo.files(), said
 
 
 @pytest.mark.parametrize("option", ["--dry-run", "--low-disk", "--quiet"])
-def test_a_faulty_repo_is_told_by_its_own_names(
-    hub: StandInHub, client: Any, tmp_path: Path, option: str, capsys: Any
-) -> None:
-    """Faults of a repo's files name the repo, the commit and the file, never a folder on this disk."""
-    source = toys.save(toys.small_models.build("flux"), tmp_path / "source", max_shard_size="2MB")
-    repo = hub.add_folder(SOURCE, source)
-    whole = repo.files()
+def test_a_faulty_repo_is_told_by_its_own_names(faulty: Any, option: str) -> None:
+    """Faults of a repo's files name the repo, the commit and the file, never a folder on this disk, and say what helps
+    with a repo."""
+    whole, said = faulty
+    stem = "transformer/diffusion_pytorch_model"
+    index, config = f"{stem}.safetensors.index.json", "transformer/config.json"
+    shard = next(name for name in whole if name.startswith(stem) and name.endswith(".safetensors"))
+    name = shard.rpartition("/")[2]
 
-    def said(files: dict[str, File]) -> str:
-        commit = repo.commit(files, "damaged")
-        assert main(["convert", "--tp", "2", option, SOURCE, str(tmp_path / "out")]) == 1
-        text = capsys.readouterr().err
-        assert str(tmp_path) not in text
-        assert "/tmp" not in text
-        assert re.search(rf"{SOURCE}(/\S*)? at {commit[:7]}|{SOURCE}: .*\.safetensors: the repo has no such file", text)
-        return text
+    def but(removed: str, **put: bytes) -> dict[str, File]:
+        files = {each: file for each, file in whole.items() if not each.startswith(removed)}
+        return files | {f"transformer/{each.replace('__', '.')}": File(each, data) for each, data in put.items()}
 
-    shard = next(name for name in whole if name.endswith(".safetensors"))
-    assert shard in said({name: file for name, file in whole.items() if name != shard})
-    assert "config.json" in said(whole | {"config.json": File("config.json", b"{")})
-    assert shard in said(whole | {shard: File("x", b"<!DOCTYPE html>" * 100)})
-    pickled = {name: file for name, file in whole.items() if "safetensors" not in name}
-    text = said(pickled | {"diffusion_pytorch_model.bin": File("x", b"weights")})
+    assert f"{name}: named by {index}, absent from the repo; tell its owner" in said(option, but(shard))
+    assert f"{index.rpartition('/')[2]}: cannot be read" in said(option, whole | {index: File("x", b"{")})
+    assert f"/{config} at" in said(option, whole | {config: File("x", b"{")})
+    assert "model_index.json at" in said(option, whole | {"model_index.json": File("x", b"{")})
+    assert f"{name}: a web page" in said(option, whole | {shard: File("x", b"<!DOCTYPE html>" * 100)})
+    wide = json.loads(whole[config].data) | {"num_layers": 9}
+    text = said(option, whole | {config: File("x", json.dumps(wide).encode())})
+    assert text.count(f"{SOURCE}/transformer at ") == text.count("\n") - 1 > 20
+    assert "text_encoder" in said(option, but("text_encoder/"))
+    assert "no weights (diffusion_pytorch_model*.safetensors); choose another revision" in said(option, but(stem))
+    text = said(option, but(stem, diffusion_pytorch_model__bin=b"weights"))
     assert "only pickled weights (diffusion_pytorch_model.bin), expected safetensors" in text
+    assert "holds a LoRA" in said(option, but(stem, pytorch_lora_weights__safetensors=b"lora"))
+    assert "name it with --variant" in said(option, but(stem) | {f"{stem}.fp16.safetensors": whole[shard]})
+    single = {"flux1-dev.safetensors": whole[shard], "README.md": File("x", b"card")}
+    assert "no config.json, found flux1-dev.safetensors; an original-format file" in said(option, single)
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--low-disk", "--quiet"])
+def test_pickled_weights_of_other_components_go_along(
+    faulty: Any, hub: StandInHub, tmp_path: Path, option: str
+) -> None:
+    """A text encoder that has no safetensors keeps the files it has, of one variant, as from a folder; one that has
+    some goes without."""
+    files, _ = faulty
+    pickled = ["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"]
+    more = {f"text_encoder/{name}": File("x.bin", name.encode()) for name in [*pickled, "pytorch_model.fp16.bin"]}
+    hub.objects |= {file.sha256: file for file in more.values()}
+    hub.repos[SOURCE].commit(files | more, "pickled")
+    assert main(["convert", "--tp", "2", option, SOURCE, str(tmp_path / "out")]) == 0
+    held = {path.name for path in (tmp_path / "out").glob("text_encoder/*")}
+    assert held == (set() if option == "--dry-run" else {"config.json", *pickled})

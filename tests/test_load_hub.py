@@ -204,8 +204,10 @@ def test_h13_offline_a_partial_cache_is_refused(filled: StandInHub, tmp_path: Pa
     link.unlink()
     failed = ranks.same(ranks.run(load_component, {**settings, "HF_HUB_OFFLINE": "1"}, REPO, options, n=2))
     assert failed.error == "LoadError"
+    commit, name = filled.repos[REPO].refs["main"], "transformer/tp2/rank-00001-of-00002.safetensors"
     said = "not in the cache, and the Hub is not asked or does not answer; fetch it once with a network"
-    assert failed.issues == (f"rank 1: {SAYS}transformer/tp2/rank-00001-of-00002.safetensors: {said}",)
+    way = f"without HF_HUB_OFFLINE, or: hf download {REPO} {name} --revision {commit}"
+    assert failed.issues == (f"rank 1: {REPO} at {commit[:7]}: {name}: {said} ({way})",)
 
 
 @pytest.mark.slow
@@ -389,6 +391,25 @@ def test_a_degree_that_is_not_there_is_said_on_every_rank(filled: StandInHub, tm
         "start as many as that, or run: shardconv convert --tp 3 SOURCE OUT",
     )
     assert filled.fetched(REPO) == ["transformer/config.json"]
+
+
+@pytest.mark.slow
+def test_a_wish_that_makes_no_sense_on_one_rank_is_said_on_all(filled: StandInHub, tmp_path: Path) -> None:
+    """A token that cannot be sent, and force against `local_files_only`, on rank 1 alone: nobody waits for it."""
+    settings = filled.settings(tmp_path / "home")
+    wishes = [({"token": "hf_a b"}, "expected printable ASCII"), ({"force_download": True}, "local_files_only forbids")]
+    for wish, words in wishes:
+        options = [{"local_files_only": True}, {"local_files_only": True} | wish]
+        failed = ranks.same(ranks.run(load_with, settings, options, n=2, timeout=20))
+        assert failed.error == "LoadError"
+        assert "rank 1: " in failed.text
+        assert words in failed.text
+    assert filled.log == []
+
+
+def load_with(settings: Settings, options: list[Mapping[str, Any]]) -> None:
+    """Each rank with options of its own."""
+    load_component(settings, REPO, {"subfolder": "transformer"} | options[dist.get_rank()])
 
 
 WEIGHTS = r"/storage/.*/tp1/rank-00000"
