@@ -140,7 +140,7 @@ def _digest(tensor: torch.Tensor) -> str:
     """Of dtype, shape and values; of shape alone where there are no values to be had."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         return _shape(tensor)
-    data = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
+    data = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return _hash(f"{data.dtype} {tuple(data.shape)}", data.reshape(-1).view(torch.uint8).numpy().data)
 
 

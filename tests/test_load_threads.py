@@ -67,6 +67,8 @@ def test_the_first_loads_of_a_process_in_several_threads() -> None:
 
 def test_a_class_that_fails_to_be_imported_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes wrong in importing a class that diffusers has is told, not taken for a class that it lacks."""
+    for module in ("diffusers", "diffusers.models", "diffusers.models.transformers"):  # as if nobody had asked before
+        monkeypatch.delattr(sys.modules[module], "BriaTransformer2DModel", raising=False)
     monkeypatch.setitem(sys.modules, "diffusers.models.transformers.transformer_bria", None)
     said = r"BriaTransformer2DModel: diffusers \S+ has it but fails to import it \(\w+: import of .* halted"
     with pytest.raises(CheckpointError, match=said):

@@ -229,11 +229,12 @@ def forged(folder: Path) -> str:
         manifest, files = seal(replace(manifest, config_digest=config_digest(json.loads(CONFIG))))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
         return "nothing to forge"
-    target = folder / f"tp{manifest.tp_degree}"
-    target.mkdir()
+    component = folder / "component"
+    target = component / f"tp{manifest.tp_degree}"
+    target.mkdir(parents=True)
     for name, data in {**files, MANIFEST: manifest.to_json().encode()}.items():
         (target / name).write_bytes(data)
-    (folder / "config.json").write_bytes(CONFIG)
+    (component / "config.json").write_bytes(CONFIG)
     try:
         opened = Manifest.read(target)
         open_files(target, opened, range(opened.tp_degree))
