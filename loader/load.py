@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -15,7 +16,7 @@ from torch import nn
 
 from shardconv import models
 from shardconv.dtypes import torch_dtype
-from shardconv.errors import LoadError, SetError, UsageError
+from shardconv.errors import LoadError, SetError, ShardconvWarning, UsageError
 from shardconv.header import REAL_FLOATS, FileHeader
 from shardconv.manifest import Manifest
 from shardconv.pagecache import is_cached
@@ -144,6 +145,8 @@ def _load_rank(
     _attach(model, tensors, device)
     if ranks.size > 1:
         apply(model, resolution, ranks)
+        for text in resolution.warnings:
+            warnings.warn(f"{path}: {text}; convert again, unless the plan was given on purpose", ShardconvWarning, 2)
     return model, manifest.conversion_id
 
 

@@ -7,6 +7,7 @@ heads would run and be quietly wrong. Each class here follows the dtype rules of
 from __future__ import annotations
 
 import torch
+from diffusers.models.normalization import LpNorm
 from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 from torch import nn
 
@@ -65,10 +66,23 @@ class DiffusersRMSNormAcrossRanks(DiffusersRMSNorm):  # type: ignore[misc]
         return weighted if self.bias is None else weighted + self.bias
 
 
+class LpNormAcrossRanks(LpNorm):  # type: ignore[misc]
+    """diffusers' `LpNorm` of the last dim likewise: no weight, and a floor instead of an addend."""
+
+    group_name: str
+    whole_features: int
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        powers = _wide(hidden_states).abs().pow(self.p).sum(-1, keepdim=True)
+        length = sum_over_ranks(powers, self.group_name).pow(1 / self.p)
+        return hidden_states / length.to(hidden_states.dtype).clamp_min(self.eps)
+
+
 KINDS: dict[type, type] = {
     nn.RMSNorm: RMSNormAcrossRanks,
     nn.LayerNorm: LayerNormAcrossRanks,
     DiffusersRMSNorm: DiffusersRMSNormAcrossRanks,
+    LpNorm: LpNormAcrossRanks,
 }
 
 
