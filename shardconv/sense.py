@@ -22,7 +22,8 @@ def check_sense(
     model: Any, plan: Plan, modules: Sequence[PlannedModule], tp: int, class_plan: Plan | None, found: Findings
 ) -> None:
     """What every plan must show: that its layers fit together."""
-    _check_fused(model, modules, class_plan, found)
+    is_own = _is_own(model, plan, class_plan)
+    _check_fused(model, modules, None if is_own else class_plan, found)
     if not found.issues:
         found.issues += _check_refused(model, modules)
         unpaired = _check_pairs(model, modules)
@@ -32,7 +33,7 @@ def check_sense(
         if not unpaired:
             found.issues += _check_whole(model, modules)
     # What may be meant in a plan that somebody gave shows, in the class's own, a layout that it was not made for.
-    (found.issues if _is_own(model, plan, class_plan) else found.warnings).extend(_check_widths(modules))
+    (found.issues if is_own else found.warnings).extend(_check_widths(modules))
 
 
 def _is_own(model: Any, plan: Plan, class_plan: Plan | None) -> bool:
@@ -78,10 +79,11 @@ def _check_pairs(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
     """Colwise outputs stay sharded until a rowwise module sums them. Each rowwise module takes up the colwise ones in
     the nearest enclosing module that has any, within its block; one left over would never be summed."""
     colwise = [module for module in modules if module.style.is_colwise]
+    inside_of = _by_scope(colwise)
     joined = _handed_on(model, colwise)
     issues: dict[str, str] = {}  # by plan key: one sentence for each
     for row in (module for module in modules if module.style.takes_local_input):
-        inside = _joined(row, modules)
+        inside = _joined(row, inside_of.get(row.scope, []))
         joined.update(module.name for module in inside)
         if not inside:
             issues.setdefault(
@@ -110,12 +112,12 @@ def _check_widths(modules: Sequence[PlannedModule]) -> list[str]:
     """A plain colwise module with several times the features that the rowwise one after it takes is a fused one: gate
     and up, or queries, keys and values. One sentence for each plan key."""
     said: dict[str, str] = {}
-    rows = {module.name: module for module in modules if module.style.takes_local_input}
+    rows = _by_scope([module for module in modules if module.style.takes_local_input])
     for col in (module for module in modules if module.style is Style.COLWISE):
         given = sum(col.cut.block_sizes)
-        for row in following(col.name, rows):
+        for row in following(col.name, {row.name: row for row in rows.get(col.scope, [])}):
             taken = sum(row.cut.block_sizes)
-            if row.style is Style.ROWWISE and row.scope == col.scope and given > taken and given % taken == 0:
+            if row.style is Style.ROWWISE and given > taken and given % taken == 0:
                 said.setdefault(
                     col.pattern,
                     f"{col.name}: {given} features cut as one block, but {row.name} takes {taken}, so it looks like "
@@ -124,9 +126,15 @@ def _check_widths(modules: Sequence[PlannedModule]) -> list[str]:
     return list(said.values())
 
 
-def _joined(row: PlannedModule, modules: Sequence[PlannedModule]) -> list[PlannedModule]:
-    """The colwise modules whose outputs `row` sums."""
-    colwise = [module for module in modules if module.style.is_colwise and module.scope == row.scope]
+def _by_scope(modules: Sequence[PlannedModule]) -> dict[str, list[PlannedModule]]:
+    found: dict[str, list[PlannedModule]] = {}
+    for module in modules:
+        found.setdefault(module.scope, []).append(module)
+    return found
+
+
+def _joined(row: PlannedModule, colwise: Sequence[PlannedModule]) -> list[PlannedModule]:
+    """Those of the `colwise` modules of a block whose outputs `row` sums."""
     for ancestor in _ancestors(row):
         inside = [module for module in colwise if module.name.startswith(ancestor)]
         if inside:
@@ -145,30 +153,32 @@ def _ancestors(module: PlannedModule) -> Iterator[str]:
 
 
 def _check_attention(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
-    names = [module.name for module in modules]
+    names = {module.name for module in modules}
     colwise = colwise_names(modules)
+    given: dict[str, dict[str, PlannedModule]] = {}  # by what holds it: colwise modules by their own name in it
+    for planned in (module for module in modules if module.style.is_colwise):
+        owner, _, leaf = planned.name.rpartition(".")
+        given.setdefault(owner, {})[leaf] = planned
     issues = [issue for issue in [unknown_heads(model, colwise)] if issue]
     heads = {count for _, count in head_counts(model, colwise)}
     seen: set[str] = set()
-    for owner in owners(colwise):
-        parent = model.get_submodule(owner)
-        mine = [module for module in modules if module.style.is_colwise and module.name.rpartition(".")[0] == owner]
-        widths = {size for module in mine for size in module.cut.block_sizes}
-        for child, module in parent.named_children():
-            if f"{owner}.{child}" in names:
+    for owner, mine in given.items():
+        inputs = [planned for leaf, planned in mine.items() if not QUERY_OR_KEY.isdisjoint(leaf.split("_"))]
+        widths = {size for planned in inputs or mine.values() for size in planned.cut.block_sizes}
+        for child, module in model.get_submodule(owner).named_children():
+            name = f"{owner}.{child}" if owner else child
+            if name in names:
                 continue
-            text = _norm_issue(model, f"{owner}.{child}", module, widths) or _gate_issue(
-                f"{owner}.{child}", module, heads, widths
-            )
+            text = _norm_issue(model, name, module, widths) or _gate_issue(module, heads, widths)
             if text and child not in seen:
                 seen.add(child)
-                issues.append(f"{owner}.{child}: {text}")
+                issues.append(f"{name}: {text}")
     return issues
 
 
 def _check_whole(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
     """Attentions of which a plan names some projections and forgets others; each forgotten name once."""
-    names = [module.name for module in modules]
+    names = {module.name for module in modules}
     issues: dict[str, str] = {}
     for owner in owners(colwise_names(modules)):
         for child in _left_out(owner, model.get_submodule(owner), names):
@@ -180,7 +190,7 @@ def _check_whole(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
     return list(issues.values())
 
 
-def _left_out(owner: str, parent: Any, planned: Sequence[str]) -> list[str]:
+def _left_out(owner: str, parent: Any, planned: set[str]) -> list[str]:
     """Projections of an attention, relative to `owner`, that a plan forgot: it names some query, key or value."""
     from torch.nn import Linear
 
@@ -206,7 +216,7 @@ def _norm_issue(model: Any, name: str, module: Any, widths: set[int]) -> str | N
     return None
 
 
-def _gate_issue(name: str, module: Any, heads: set[int], widths: set[int]) -> str | None:
+def _gate_issue(module: Any, heads: set[int], widths: set[int]) -> str | None:
     from torch.nn import Linear
 
     if isinstance(module, Linear) and module.out_features in heads - widths:

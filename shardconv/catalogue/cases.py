@@ -853,8 +853,8 @@ LTX2 = {
     "audio_gated_attn": True, "rope_double_precision": False,
 }
 SANA = {
-    "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 6,
-    "num_cross_attention_heads": 4, "cross_attention_head_dim": 6, "cross_attention_dim": 24, "caption_channels": 20,
+    "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 12,
+    "num_cross_attention_heads": 8, "cross_attention_head_dim": 4, "cross_attention_dim": 48, "caption_channels": 20,
     "sample_size": 8, "qk_norm": "rms_norm_across_heads", "mlp_ratio": 2.0,
 }
 JOYIMAGE = {
