@@ -10,6 +10,7 @@ from torch import nn
 
 from shardconv.catalogue import entry_of
 from shardconv.catalogue.entry import places_of
+from shardconv.cut import Cut
 from shardconv.heads import local_attributes
 
 from .linear import sum_over_ranks
@@ -54,13 +55,19 @@ class _RopeSlicer:
         return table.narrow(dim, self._rank * part, part)
 
 
-def sum_outputs(model: nn.Module, cut: Mapping[str, object], ranks: Ranks) -> None:
-    """Experts whose own parameters are cut (`cut`: names of what is) give a part of the sum over their features."""
+def sum_outputs(model: nn.Module, cuts: Mapping[str, tuple[Any, Cut | None]], ranks: Ranks) -> None:
+    """Experts whose own parameters are cut give a part of the sum over their features."""
     entry = entry_of(model)
     for pattern in entry.summed if entry else ():
         for name, module in _present(model, pattern):
-            if any(f"{name}.{leaf}" in cut for leaf in module._parameters):
+            mine = [cut for leaf in module._parameters if (cut := cuts.get(f"{name}.{leaf}", (None, None))[1])]
+            if mine:
                 module.register_forward_hook(_Summed(ranks.group_name))
+            if any(block // ranks.size % GROUPED for cut in mine for block in cut.block_sizes):
+                module.use_grouped_mm = False  # type: ignore[assignment]  # the same sums, one expert after another
+
+
+GROUPED = 8  # torch's grouped matrix products take rows of 16 bytes, 8 elements of bf16
 
 
 class _Summed:

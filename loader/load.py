@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -16,7 +17,7 @@ from torch import nn
 from shardconv import models
 from shardconv.crew import PATIENCE_S, Crew, check_stop, stoppable
 from shardconv.dtypes import torch_dtype
-from shardconv.errors import LoadError, SetError, UsageError
+from shardconv.errors import LoadError, SetError, ShardconvWarning, UsageError
 from shardconv.header import CAST_FLOATS, REAL_FLOATS, FileHeader
 from shardconv.manifest import Manifest
 from shardconv.pagecache import is_cached
@@ -166,6 +167,8 @@ def _load_rank(
     _attach(model, tensors, device)
     if ranks.size > 1:
         apply(model, resolution, ranks)
+        for text in resolution.warnings:
+            warnings.warn(f"{path}: {text}; convert again, unless the plan was given on purpose", ShardconvWarning, 2)
     return model, manifest.conversion_id
 
 

@@ -14,6 +14,7 @@ from shardconv.models import DIFFUSERS
 from .linear import sum_over_ranks
 
 with DIFFUSERS:
+    from diffusers.models.normalization import LpNorm
     from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 
 
@@ -69,10 +70,23 @@ class DiffusersRMSNormAcrossRanks(DiffusersRMSNorm):  # type: ignore[misc]
         return weighted if self.bias is None else weighted + self.bias
 
 
+class LpNormAcrossRanks(LpNorm):  # type: ignore[misc]
+    """diffusers' `LpNorm` of the last dim likewise: no weight, and a floor instead of an addend."""
+
+    group_name: str
+    whole_features: int
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        powers = _wide(hidden_states).abs().pow(self.p).sum(-1, keepdim=True)
+        length = sum_over_ranks(powers, self.group_name).pow(1 / self.p)
+        return hidden_states / length.to(hidden_states.dtype).clamp_min(self.eps)
+
+
 KINDS: dict[type, type] = {
     nn.RMSNorm: RMSNormAcrossRanks,
     nn.LayerNorm: LayerNormAcrossRanks,
     DiffusersRMSNorm: DiffusersRMSNormAcrossRanks,
+    LpNorm: LpNormAcrossRanks,
 }
 
 

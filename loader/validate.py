@@ -95,7 +95,7 @@ def check_model(opened: OpenSet, model: Any) -> Resolution:
         if name in expected and expected[name] != tensor.shape
     ]
     try:
-        resolution = resolve(model, manifest.plan, opened.size)
+        resolution = resolve(model, manifest.plan, opened.size, models.other_plan(model))
     except PlanError as error:
         raise SetError(*issues, *error.issues) from None
     issues += [

@@ -87,16 +87,19 @@ def _subject(subject: str) -> tuple[str, Mapping[str, Any] | None]:
 
 
 def _few_layers(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with as many layers as the small case has."""
-    result = {}
+    """The config with as many layers as the small case has, or fewer; lists of layers stay that name none but those."""
+    result = {key: value for key, value in small.items() if _LAYERS.search(key)}
+    nr = max((value for value in result.values() if type(value) is int), default=FEW)
     for key, value in config.items():
         if key.startswith("_"):
             continue
         if not _LAYERS.search(key):
             result[key] = value
         elif type(value) is int:
-            result[key] = min(value, FEW)
-    return result | {key: value for key, value in small.items() if _LAYERS.search(key)}
+            result[key] = min(value, small.get(key, FEW))
+        elif isinstance(value, (list, tuple)) and all(type(each) is int and each < nr for each in value):
+            result[key] = value
+    return result
 
 
 def _run(folder: Path) -> dict[str, Any]:

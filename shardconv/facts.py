@@ -74,7 +74,8 @@ def model_facts(
     """
     import diffusers
 
-    from .resolve import colwise_names, degrees_of, resolve
+    from .matching import colwise_names
+    from .resolve import degrees_of, resolve
 
     cls = models.model_class(str(config.get("_class_name")), config)
     model = models.skeleton(cls, config)

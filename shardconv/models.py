@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .catalogue import ENTRIES, entry_of, expand
-from .catalogue.entry import places_of
+from .catalogue.entry import places_of, refused
 from .errors import CheckpointError, PlanError
 from .plan import Plan, parse_plan
 
@@ -99,9 +99,9 @@ def _own_plan(model: Any) -> Plan:
     if raw:
         return parse_plan(raw, f"{name}._tp_plan")
     entry = entry_of(model)
-    refused = [why for why, applies in entry.refused.items() if applies(model.config)] if entry else []
-    if refused:
-        raise PlanError(*(f"{name}: {why}; give a plan that leaves it whole with --plan FILE" for why in refused))
+    reasons = dict.fromkeys(refused(entry, model).values()) if entry else ()
+    if reasons:
+        raise PlanError(*(f"{name}: {why}; give a plan that leaves it whole with --plan FILE" for why in reasons))
     plan = expand(entry.plan, model) if entry else None
     if not plan:
         import diffusers

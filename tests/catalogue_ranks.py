@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import loader
 from loader import check_ranks, fixups, linear, norms, parallel
 from shardconv import small_models
 from shardconv.catalogue import ENTRIES, cases
-from shardconv.errors import LoadError
+from shardconv.errors import LoadError, ShardconvWarning
 from shardconv.plan import Plan
 
 for _name in cases.CASES.keys() & set(dir(diffusers)):
@@ -59,6 +60,14 @@ def load_and_compare(out: Path, expected: list[torch.Tensor]) -> float:
     """The difference of the loaded model alone."""
     model = loader.load_model(out, device="cpu")
     return small_sets.difference(_agreed(cases.outputs(model, cases.inputs(model))), expected)
+
+
+def warnings_of_loading(out: Path) -> list[str]:
+    """What loading `out` warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loader.load_model(out, device="cpu")
+    return [str(each.message) for each in caught if issubclass(each.category, ShardconvWarning)]
 
 
 def compare(name: str, config: Mapping[str, Any], plan: Plan | None = None, dtype: torch.dtype | None = None) -> float:

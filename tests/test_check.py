@@ -135,6 +135,11 @@ def test_a_real_config_is_cut_to_few_layers() -> None:
     assert _few_layers(config, small) == {
         "num_layers": 1, "num_single_layers": 2, "attention_head_dim": 128, "num_refiner_layers": 2,
     }  # fmt: skip
+    small |= {"num_layers": 3, "dual_layers": (0,)}  # a list that names no layer but those left is the config's own
+    for named, left in (([], []), ([2], [2]), ([0, 12], (0,))):
+        assert _few_layers({"num_layers": 2, "dual_layers": named}, small) == {
+            "num_layers": 2, "num_single_layers": 2, "dual_layers": left,
+        }  # fmt: skip
 
 
 def test_what_cannot_be_checked_is_refused() -> None:

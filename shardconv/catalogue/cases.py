@@ -131,11 +131,14 @@ def wan(c: Config, d: Draw) -> Inputs:
     # with images, all but the last 512 tokens of the context are taken for the image's
     text = 512 if image and getattr(c, "added_kv_proj_dim", None) else 6
     given = {
-        "hidden_states": d.normal(1, c.in_channels, 2, 8, 8),
+        "hidden_states": d.normal(1, c.in_channels or 2 * c.latent_channels + 4, 2, 8, 8),
         "timestep": values(500),
         "encoder_hidden_states": d.normal(1, text, c.text_dim),
     }
-    return given | ({"encoder_hidden_states_image": d.normal(1, 5, image)} if image else {})
+    if image:
+        images, tokens = (2, c.pos_embed_seq_len // 2) if getattr(c, "pos_embed_seq_len", None) else (1, 5)
+        given["encoder_hidden_states_image"] = d.normal(images, tokens, image)
+    return given | ({"fps": [1]} if getattr(c, "inject_sample_info", False) else {})
 
 
 def wan_vace(c: Config, d: Draw) -> Inputs:
@@ -148,7 +151,7 @@ def wan_vace(c: Config, d: Draw) -> Inputs:
 def wan_animate(c: Config, d: Draw) -> Inputs:
     size = c.motion_encoder_size
     return wan(c, d) | {
-        "hidden_states": d.normal(1, c.in_channels, 3, 8, 8),
+        "hidden_states": d.normal(1, c.in_channels or 2 * c.latent_channels + 4, 3, 8, 8),
         "pose_hidden_states": d.normal(1, c.latent_channels, 2, 8, 8),
         "face_pixel_values": d.normal(1, 3, 5, size, size),
     }
@@ -193,9 +196,10 @@ def helios(c: Config, d: Draw) -> Inputs:
     def history(frames: int) -> torch.Tensor:
         return d.normal(1, c.in_channels, frames, 16, 16)
 
-    return wan(c, d) | {
-        "hidden_states": history(2),
-        "indices_hidden_states": values(6, 7)[None],
+    given = wan(c, d) | {"hidden_states": history(2), "indices_hidden_states": values(6, 7)[None]}
+    if not c.has_multi_term_memory_patch:
+        return given
+    return given | {
         "indices_latents_history_short": values(5)[None],
         "indices_latents_history_mid": values(4)[None],
         "indices_latents_history_long": values(0, 1, 2, 3)[None],
@@ -287,12 +291,16 @@ def ltx(c: Config, d: Draw) -> Inputs:
 
 
 def ltx2(c: Config, d: Draw) -> Inputs:
-    text = c.caption_channels
-    return {
+    text, audio_text = c.caption_channels, c.caption_channels
+    if not c.use_prompt_embeddings:
+        text, audio_text = c.cross_attention_dim, c.audio_cross_attention_dim
+    perturbed = {"perturbation_mask": values(0, 1), "spatio_temporal_guidance_blocks": [0]} if c.perturbed_attn else {}
+    return perturbed | {
         "hidden_states": d.normal(2, 2 * 4 * 4, c.in_channels),
         "audio_hidden_states": d.normal(2, 9, c.audio_in_channels),
         "encoder_hidden_states": d.normal(2, 6, text),
-        "audio_encoder_hidden_states": d.normal(2, 6, text),
+        "audio_encoder_hidden_states": d.normal(2, 6, audio_text),
+        "sigma": values(0.5, 0.25),
         "timestep": values(500, 250),
         "encoder_attention_mask": text_mask(6, 2),
         "num_frames": 2,
@@ -330,15 +338,16 @@ def sana_wm_refiner(c: Config, d: Draw) -> Inputs:
 
 
 def cogvideox(c: Config, d: Draw) -> Inputs:
+    frames = getattr(c, "patch_size_t", None) or 1  # of one patch
     given: Inputs = {
-        "hidden_states": d.normal(2, 1, c.in_channels, c.sample_height, c.sample_width),
+        "hidden_states": d.normal(2, frames, c.in_channels, c.sample_height, c.sample_width),
         "encoder_hidden_states": d.normal(2, c.max_text_seq_length, c.text_embed_dim),
         "timestep": values(500, 250),
     }
     if c.use_rotary_positional_embeddings:
         tokens = (c.sample_height // c.patch_size) * (c.sample_width // c.patch_size)
         given["image_rotary_emb"] = (d.normal(tokens, c.attention_head_dim), d.normal(tokens, c.attention_head_dim))
-    return given
+    return given | ({"ofs": values(2, 2)} if getattr(c, "ofs_embed_dim", None) else {})
 
 
 def consisid(c: Config, d: Draw) -> Inputs:
@@ -472,14 +481,14 @@ def flux2(c: Config, d: Draw) -> Inputs:
 
 def flux3(c: Config, d: Draw) -> Inputs:
     given = flux_like(c, d)
-    return given | {
-        "image_cond_hidden_states": d.normal(2, 16, c.cond_in_channels),
-        "image_cond_ids": given["img_ids"] + 1,
-    }
+    given["image_cond_hidden_states"] = d.normal(2, 16, c.cond_in_channels)
+    given["image_cond_ids"] = given["img_ids"] + 1
+    return given | ({"target_timestep": values(0.5, 0)} if c.flow_map else {})
 
 
 def qwenimage(c: Config, d: Draw) -> Inputs:
-    return {
+    layered = {"additional_t_cond": d.below(2, 2)} if c.use_additional_t_cond else {}
+    return layered | {
         "hidden_states": d.normal(2, 16, c.in_channels),
         "encoder_hidden_states": d.normal(2, 6, c.joint_attention_dim),
         "encoder_hidden_states_mask": text_mask(6, 2),
@@ -844,8 +853,8 @@ LTX2 = {
     "audio_gated_attn": True, "rope_double_precision": False,
 }
 SANA = {
-    "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 6,
-    "num_cross_attention_heads": 4, "cross_attention_head_dim": 6, "cross_attention_dim": 24, "caption_channels": 20,
+    "in_channels": 4, "out_channels": 4, "num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 12,
+    "num_cross_attention_heads": 8, "cross_attention_head_dim": 4, "cross_attention_dim": 48, "caption_channels": 20,
     "sample_size": 8, "qk_norm": "rms_norm_across_heads", "mlp_ratio": 2.0,
 }
 JOYIMAGE = {

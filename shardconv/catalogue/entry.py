@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import PlanError
 from ..plan import Plan, Rule, Style
 
-# Blocks of a projection that takes attention output and feed-forward side by side: [out_features, the rest].
+# Blocks that the model tells, not the catalogue. Of a projection that takes attention output and feed-forward side by
+# side: [out_features, the rest]. Of one that gives gate and up, or queries, keys and values, or nothing of the kind: as
+# many equal parts as make one part what the layer that follows it takes.
 OUT_AND_REST = (0,)
+AS_TAKEN = (-1,)
+
+# How many parts the input layer of diffusers' `FeedForward` gives: what its activation is decides it.
+_ACTIVATIONS = {"GELU": 1, "ApproximateGELU": 1, "LinearActivation": 1, "GEGLU": 2, "SwiGLU": 2}
+_GIVES_INPUT = re.compile(r"net\.0\.proj$")
+
+# Parts of names by which diffusers' classes tell norms and projections of queries and keys (norm_q, k_norm, ln_q, to_k)
+# from others.
+QUERY_OR_KEY = frozenset({"q", "k", "v", "qk", "query", "key", "value"})
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A module that, as some configs build it, must stay whole."""
+
+    why: str
+    pattern: str
+    applies: Callable[[Any], bool]  # to the module that stands there
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,33 +50,98 @@ class Entry:
     ropes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # module -> arguments that span all heads
     summed: tuple[str, ...] = ()  # modules with cut parameters of their own, whose output is a part of a sum
     lean: Mapping[str, Rule] = field(default_factory=dict)  # more to cut, for memory: modulation and embedders
-    refused: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)  # what it lacks -> by config, whether so
+    refused: tuple[Refused, ...] = ()  # what no plan can shard
+    handed_on: tuple[str, ...] = ()  # modules without an output layer: another one's takes what they give
     raw: tuple[str, ...] = ()  # layers whose weights the class reads itself, so that no rule can take them
     checked: tuple[str, ...] = ("0.42.1",)  # the diffusers versions it was tested with
 
 
 def expand(rules: Mapping[str, Rule], model: Any) -> Plan:
-    """The rules as a strict plan for `model`: patterns that fit everywhere stay, others become the names they match."""
+    """The rules as a strict plan for `model`: patterns that fit everywhere stay, others become the names they match.
+
+    What the model itself tells is read from it: blocks, norms of each head and tables of no head, which stay whole.
+    Raises `PlanError`, every layer named whose layout is none that the rule was proved for.
+    """
+    places = {pattern: list(places_of(model, pattern)) for pattern in rules}
+    taken = {
+        name: tuple(_taken(rules[pattern], module))
+        for pattern, found in places.items()
+        if rules[pattern].style.takes_local_input
+        for name, module in found
+        if module is not None
+    }
     plan: dict[str, Rule] = {}
+    issues: list[str] = []
     for pattern, rule in rules.items():
-        places = list(places_of(model, pattern))
-        present = {name: found for name, found in places if found is not None}
-        if rule.style is Style.NORM_ACROSS_HEADS and not all(is_across_heads(model, name) for name in present):
-            continue  # in this config the class has it for each head
-        exact = {name: _exact(rule, found) for name, found in present.items()}
-        if not exact:
-            continue
-        if len(present) == len(places) and _is_strict(model, pattern) and len(set(exact.values())) == 1:
+        exact: dict[str, Rule] = {}
+        for name, module in places[pattern]:
+            try:
+                if module is not None and _is_cut(rule, name, module, model):
+                    exact[name] = _exact(rule, name, module, model, taken)
+            except ValueError as error:
+                issues.append(f"{type(model).__name__}: {name}: {error}")
+        if exact and len(exact) == len(places[pattern]) and _is_strict(model, pattern) and len({*exact.values()}) == 1:
             plan[pattern] = next(iter(exact.values()))
         else:
             plan |= exact
+    if issues:
+        raise PlanError(*issues)
     return plan
 
 
-def _exact(rule: Rule, module: Any) -> Rule:
-    if rule.blocks != OUT_AND_REST:
+def _is_cut(rule: Rule, name: str, module: Any, model: Any) -> bool:
+    """Whether the rule holds in this config: a norm may be of each head, a parameter of all heads together."""
+    if rule.style is Style.NORM_ACROSS_HEADS:
+        return is_across_heads(model, name)
+    return rule.style is not Style.PARAMETER or bool(module.shape[rule.dim or 0] > 1)
+
+
+def _exact(rule: Rule, name: str, module: Any, model: Any, taken: Mapping[str, tuple[int, ...]]) -> Rule:
+    """The rule with its blocks, where the model tells them. Raises `ValueError` when it tells nothing that is known."""
+    if rule.blocks == OUT_AND_REST:
+        return Rule(rule.style, tuple(_taken(rule, module)))
+    if rule.blocks != AS_TAKEN:
         return rule
-    return Rule(rule.style, (module.out_features, module.in_features - module.out_features))
+    given, widths = module.weight.shape[0], {each[-1] for each in following(name, taken)}
+    part = widths.pop() if len(widths) == 1 else 0
+    parts = given // part if part and given % part == 0 else 0
+    owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+    if not parts or (_GIVES_INPUT.search(name) and parts != _ACTIVATIONS.get(owner)):
+        raise ValueError(
+            f"{owner} gives {given} features and the layer after it takes {part}; a layout that no test has proved is "
+            "not sharded; give a plan with --plan FILE, or auto-rows"
+        )
+    return Rule(rule.style, (1,) * parts) if parts > 1 else Rule(Style.COLWISE)
+
+
+def _taken(rule: Rule, module: Any) -> Iterator[int]:
+    """The widths that a rowwise layer takes, as blocks."""
+    given, total = module.weight.shape[:2]
+    yield from (given, total - given) if rule.blocks == OUT_AND_REST else (total,)
+
+
+def following(name: str, rows: Mapping[str, Any]) -> list[Any]:
+    """What `rows` has for the layers that take the output of the layer `name`: those beside it, else those within the
+    module that it is in, else those beside that module, and so on outwards."""
+    owner = name
+    while owner:
+        owner = owner.rpartition(".")[0]
+        prefix = f"{owner}." if owner else ""
+        inside = [row for row in rows if row.startswith(prefix)]
+        beside = [row for row in inside if "." not in row[len(prefix) :]]
+        if inside:
+            return [rows[row] for row in beside or inside]
+    return []
+
+
+def refused(entry: Entry, model: Any) -> dict[str, str]:
+    """Module -> why, of every module of `model` that must stay whole."""
+    return {
+        name: each.why
+        for each in entry.refused
+        for name, module in places_of(model, each.pattern)
+        if module is not None and each.applies(module)
+    }
 
 
 def places_of(model: Any, pattern: str) -> Iterator[tuple[str, Any]]:
@@ -84,12 +171,20 @@ def _is_strict(model: Any, pattern: str) -> bool:
 
 
 def is_across_heads(model: Any, name: str) -> bool:
-    """Whether the norm `name` goes over as many features as a projection beside it gives."""
+    """Whether the norm `name` goes over as many features as a projection beside it gives. One that states no width goes
+    over whatever it is given, which is what the class's entry says."""
+    stated = normalized_widths(model.get_submodule(name))
+    return not stated.isdisjoint(widths_beside(model, name)) if stated else True
+
+
+def widths_beside(model: Any, name: str) -> set[int]:
+    """How many features the projections of queries, keys and values beside the module `name` give."""
     from torch.nn import Linear
 
-    beside = model.get_submodule(name.rpartition(".")[0]).children()
-    widths = {module.out_features for module in beside if isinstance(module, Linear)}
-    return not normalized_widths(model.get_submodule(name)).isdisjoint(widths)
+    beside = dict(model.get_submodule(name.rpartition(".")[0]).named_children())
+    linears = {child: module.out_features for child, module in beside.items() if isinstance(module, Linear)}
+    mine = {width for child, width in linears.items() if not QUERY_OR_KEY.isdisjoint(child.split("_"))}
+    return mine or set(linears.values())
 
 
 def normalized_widths(module: Any) -> set[int]:
@@ -99,4 +194,4 @@ def normalized_widths(module: Any) -> set[int]:
     for attribute in ("normalized_shape", "dim"):
         shape = getattr(module, attribute, None)
         stated += [shape] if isinstance(shape, int) else [shape[-1]] if shape else []
-    return set(stated)
+    return {width for width in stated if width > 0}  # `LpNorm.dim` is -1, the last

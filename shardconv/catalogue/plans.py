@@ -1,8 +1,8 @@
 """The entries. A newcomer adds one here and its case in `cases.py`; the tests go over both.
 
 How to read one: `under(prefix, parts...)` puts a prefix before every key of the parts. `C` is colwise, `R` rowwise,
-`PC(1, 1)` packed colwise with these proportions, `PR` packed rowwise of attention output and the rest, `N` a norm
-across all heads.
+`F` colwise in as many equal parts as the layer after it takes one of (gate and up, queries, keys and values, or one
+alone), `PR` packed rowwise of attention output and the rest, `N` a norm across all heads.
 """
 
 from __future__ import annotations
@@ -10,18 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..plan import Rule, Style
-from .entry import OUT_AND_REST, Entry
+from .entry import AS_TAKEN, OUT_AND_REST, Entry, Refused
 
 C, R, N = Rule(Style.COLWISE), Rule(Style.ROWWISE), Rule(Style.NORM_ACROSS_HEADS)
+F = Rule(Style.PACKED_COLWISE, AS_TAKEN)
 PR = Rule(Style.PACKED_ROWWISE, OUT_AND_REST)
 SPLIT = Rule(Style.ROWWISE_SPLIT_INPUT)
 
 Rules = Mapping[str, Rule]
-
-
-def PC(*blocks: int) -> Rule:
-    """Packed colwise."""
-    return Rule(Style.PACKED_COLWISE, blocks)
 
 
 def under(prefix: str, *parts: Rules) -> dict[str, Rule]:
@@ -44,13 +40,12 @@ ADDED_KV = each(C, "add_k_proj", "add_v_proj")
 NORMS = each(N, "norm_q", "norm_k", "norm_added_k")
 WIDE = ATTENTION | NORMS  # with norms of queries and keys across all heads
 LONG_NAMES = each(C, "to_query", "to_key", "to_value") | {"out_layer": R}
-FF = {"net.0.proj": C, "net.2": R}
-GATED_FF = {"net.0.proj": PC(1, 1), "net.2": R}  # gate and up in one
+FF = {"net.0.proj": F, "net.2": R}  # gate and up in one, or none, by the activation
 W123 = each(C, "w1", "w3") | {"w2": R}
 GATE_UP_DOWN = each(C, "gate_proj", "up_proj") | {"down_proj": R}
 LINEAR_123 = each(C, "linear_1", "linear_3") | {"linear_2": R}
 # Sana's: 1x1 to gate and up, depthwise 3x3 over both, 1x1 back
-CONV_FF = {"conv_inverted": PC(1, 1), "conv_depth": PC(1, 1), "conv_point": R}
+CONV_FF = {"conv_inverted": F, "conv_depth": F, "conv_point": R}
 
 # --- plans that several classes share
 BLOCKS_12 = under("transformer_blocks.*", under("attn1", ATTENTION), under("attn2", ATTENTION), under("ff", FF))
@@ -69,14 +64,14 @@ LTX2 = under(
 )
 JOYIMAGE = under(
     "double_blocks.*",
-    under("attn", each(PC(1, 1, 1), "img_attn_qkv", "txt_attn_qkv"), each(R, "img_attn_proj", "txt_attn_proj")),
+    under("attn", each(F, "img_attn_qkv", "txt_attn_qkv"), each(R, "img_attn_proj", "txt_attn_proj")),
     under("img_mlp", FF),
     under("txt_mlp", FF),
 )
 HIDREAM_MOE = under("ff_i", under("experts.*", W123), under("shared_experts", W123), W123)
 HIDREAM_ATTENTION = PLAIN_OUT | each(N, "q_rms_norm", "k_rms_norm")
 HIDREAM_TEXT = each(C, "to_q_t", "to_k_t", "to_v_t") | {"to_out_t": R} | each(N, "q_rms_norm_t", "k_rms_norm_t")
-FLUX3_BLOCK = under("attn", ATTENTION) | under("ff", {"linear_in": PC(1, 1), "linear_out": R})
+FLUX3_BLOCK = under("attn", ATTENTION) | under("ff", {"linear_in": F, "linear_out": R})
 KANDINSKY6_BLOCK = (
     under("self_attention", LONG_NAMES) | under("cross_attention", LONG_NAMES) | under("feed_forward", FF)
 )
@@ -231,8 +226,8 @@ ENTRIES: Mapping[str, Entry] = {
     ),
     "OvisImageTransformer2DModel": Entry(
         heads={"OvisImageAttention": OWN, "OvisImageSingleTransformerBlock": ("mlp_hidden_dim",)},
-        plan=under("transformer_blocks.*", under("attn", JOINT), under("ff", GATED_FF), under("ff_context", GATED_FF))
-        | under("single_transformer_blocks.*", under("attn", QKV), {"proj_mlp": PC(1, 1), "proj_out": PR}),
+        plan=under("transformer_blocks.*", under("attn", JOINT), under("ff", FF), under("ff_context", FF))
+        | under("single_transformer_blocks.*", under("attn", QKV), {"proj_mlp": F, "proj_out": PR}),
         lean=MODULATION_FLUX,
     ),
     "Flux3Transformer2DModel": Entry(
@@ -275,11 +270,12 @@ ENTRIES: Mapping[str, Entry] = {
         heads=HEADS,
         plan=under(
             "layers.*",
-            under("attn1", QKV, NORMS),  # attn2.to_out takes the sum of both
+            under("attn1", QKV, NORMS),
             under("attn2", WIDE),
             under("feed_forward", LINEAR_123),
             {"gate": Rule(Style.PARAMETER, dim=0)},
         ),
+        handed_on=("layers.*.attn1",),  # attn2.to_out takes the sum of both
         lean=each(SPLIT, "layers.*.norm1.linear"),
     ),
     "Ideogram4Transformer2DModel": Entry(
@@ -304,13 +300,13 @@ ENTRIES: Mapping[str, Entry] = {
     ),
     "OmniGenTransformer2DModel": Entry(
         heads={"Attention": (*GENERAL, "out_dim")},
-        plan=under("layers.*", under("self_attn", ATTENTION), under("mlp", {"gate_up_proj": PC(1, 1), "down_proj": R})),
+        plan=under("layers.*", under("self_attn", ATTENTION), under("mlp", {"gate_up_proj": F, "down_proj": R})),
     ),
     "PRXTransformer2DModel": Entry(
         heads={"PRXAttention": OWN, "PRXBlock": ()},
         plan=under(
             "blocks.*",
-            under("attention", {"img_qkv_proj": PC(1, 1, 1), "txt_kv_proj": PC(1, 1), "to_out.0": R}),
+            under("attention", {"img_qkv_proj": F, "txt_kv_proj": F, "to_out.0": R}),
             GATE_UP_DOWN,
         ),
         lean=each(SPLIT, "blocks.*.modulation.lin"),
@@ -322,7 +318,7 @@ ENTRIES: Mapping[str, Entry] = {
     # video and others
     "MochiTransformer3DModel": Entry(
         heads={"MochiAttention": OWN},
-        plan=under("transformer_blocks.*", under("attn1", JOINT), under("ff", GATED_FF), under("ff_context", GATED_FF))
+        plan=under("transformer_blocks.*", under("attn1", JOINT), under("ff", FF), under("ff_context", FF))
         | {"pos_frequencies": Rule(Style.PARAMETER, dim=1)},  # a learned rope for each head
         lean=MODULATION_12,
     ),
@@ -408,38 +404,42 @@ ENTRIES: Mapping[str, Entry] = {
         heads=HEADS,
         plan=under("transformer_blocks.*", under("attn1", JOINT), under("ff", FF), under("txt_ff", FF)),
         lean=MODULATION_COG,
-        refused={
-            "a block without text layers of its own hands attention output on unprojected": lambda config: (
-                config.mmdit_layers < config.num_layers
-            )
-        },
+        refused=(
+            Refused(
+                "a block without text layers of its own hands attention output on unprojected",
+                "transformer_blocks.*.attn1",
+                lambda attention: attention.to_add_out is None,
+            ),
+        ),
     ),
     "MotifVideoTransformer3DModel": Entry(
         heads={"MotifVideoAttention": OWN, "MotifVideoCrossAttention": OWN},
         plan=DUAL | SINGLE | under("transformer_blocks.*.cross_attn", ATTENTION),
         lean=MODULATION_FLUX,
-        refused={
-            "single blocks with text cross-attention feed it attention output before its projection": lambda config: (
-                config.enable_text_cross_attention_single
-            )
-        },
+        refused=(
+            Refused(
+                "single blocks with text cross-attention feed it attention output before its projection",
+                "single_transformer_blocks.*",
+                lambda block: block.cross_attn is not None,
+            ),
+        ),
     ),
     "MiniMaxH3Transformer3DModel": Entry(
         heads={"MiniMaxH3Attention": ("heads",)},
-        plan=under("transformer_blocks.*", under("attn", ATTENTION), under("ff", GATED_FF))
-        | under("token_refiner.refiner_blocks.*", under("attn", ATTENTION), under("ff", GATED_FF)),
+        plan=under("transformer_blocks.*", under("attn", ATTENTION), under("ff", FF))
+        | under("token_refiner.refiner_blocks.*", under("attn", ATTENTION), under("ff", FF)),
         lean=each(SPLIT, "transformer_blocks.*.adaln_proj.linear"),
     ),
     "MiniMaxMusic3Transformer1DModel": Entry(
         heads={"MiniMaxMusic3Attention": OWN},
-        plan=under("transformer_blocks.*", under("attn", ATTENTION), {"ff_in": PC(1, 1), "ff_out": R}),
+        plan=under("transformer_blocks.*", under("attn", ATTENTION), {"ff_in": F, "ff_out": R}),
     ),
     "NucleusMoEImageTransformer2DModel": Entry(
         heads=HEADS,
         plan=under(
             "transformer_blocks.*",
             under("attn", ATTENTION, ADDED_KV),
-            under("img_mlp", GATED_FF, under("shared_expert", GATED_FF)),
+            under("img_mlp", FF, under("shared_expert", FF)),
             {  # [experts, in, out]
                 "img_mlp.experts.gate_up_proj": Rule(Style.PARAMETER, (1, 1), dim=2),
                 "img_mlp.experts.down_proj": Rule(Style.PARAMETER, dim=1),
@@ -468,9 +468,9 @@ ENTRIES: Mapping[str, Entry] = {
         plan=under(
             "transformer_blocks.*",
             # differential attention: two queries, two keys, one value
-            under("self_attn", {"to_qkv": PC(1, 1, 1, 1, 1), "to_out": R}),
-            under("cross_attn", {"to_q": PC(1, 1), "to_kv": PC(1, 1, 1), "to_out": R}),
-            under("ff", {"proj_in": PC(1, 1), "proj_out": R}),
+            under("self_attn", {"to_qkv": F, "to_out": R}),
+            under("cross_attn", {"to_q": F, "to_kv": F, "to_out": R}),
+            under("ff", {"proj_in": F, "proj_out": R}),
         ),
     ),
 }
