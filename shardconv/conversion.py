@@ -197,7 +197,8 @@ def standing(outcomes: Sequence[Outcome]) -> Iterator[None]:
         written = [str(outcome.folder) for outcome in outcomes if not outcome.was_there]
         if not written:
             raise
-        raise Stopped(f"{', '.join(written)} stands complete, what follows it does not; run it again") from None
+        verb = "stand" if len(written) > 1 else "stands"
+        raise Stopped(f"{', '.join(written)} {verb} complete, what follows does not; run it again") from None
 
 
 def _existing(job: Job, options: Options, new_progress: NewProgress) -> Manifest | None:

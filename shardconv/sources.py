@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from . import models
 from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, leads_out, read_config, refuse_file
-from .errors import CheckpointError, PlanError, UsageError
+from .errors import CheckpointError, PlanError, Stopped, UsageError
 from .jsonfile import parse, read_bounded
 from .pagecache import is_cached
 from .planner import Planner
@@ -61,6 +61,8 @@ def locate(
         snapshot = fetch(repo, revision, subfolder, variant, headers_only)
     except CheckpointError as error:
         raise CheckpointError(*(each if name in each else f"{name}: {each}" for each in error.issues)) from None
+    except KeyboardInterrupt:
+        raise Stopped(f"what came of {name} stays in the Hub's cache, where the next run goes on") from None
     return Located(snapshot.folder, name, snapshot.listing.commit, snapshot)
 
 

@@ -19,7 +19,7 @@ import pytest
 import toys
 
 from loader import check_ranks
-from shardconv import checking, small_models
+from shardconv import checking, demo, destination, small_models
 from shardconv.checking import Difference, Verdict
 from shardconv.children import run_together
 from shardconv.cli import check
@@ -277,3 +277,41 @@ def test_ctrl_c_cleans_up_under_a_foreign_handler(tmp_path: Path, monkeypatch: p
     with PartialFolder(tmp_path / "tp1") as partial:
         partial.create({"rank-00000-of-00001.safetensors": 10})
     assert os.listdir(tmp_path) == []
+
+
+def test_ctrl_c_while_a_set_gets_its_name_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between the exchange of two folders and the end of the clean-up leaves nothing of the replaced one."""
+    (tmp_path / "tp1").mkdir()
+    (tmp_path / "tp1" / "rank-00000-of-00001.safetensors").write_bytes(b"old")
+    real = destination._exchange
+
+    def exchange(new: Path, old: Path) -> Path:
+        replaced = real(new, old)
+        signal.raise_signal(signal.SIGINT)
+        return replaced
+
+    monkeypatch.setattr(destination, "_exchange", exchange)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with PartialFolder(tmp_path / "tp1") as partial:
+            partial.create({"rank-00000-of-00001.safetensors": 10})
+            partial.publish({}, overwrite=True)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert os.listdir(tmp_path) == ["tp1"]
+    assert (tmp_path / "tp1" / "rank-00000-of-00001.safetensors").read_bytes() == bytes(10)
+
+
+def test_ctrl_c_in_a_demo_that_keeps_its_files_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`demo --keep` does not claim to leave nothing."""
+
+    def stopped(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_run_ranks", stopped)
+    assert main(["demo", "--keep", str(tmp_path / "kept")]) == 130
+    assert (
+        capsys.readouterr().err == f"shardconv: stopped; {tmp_path / 'kept'} holds what was made by then; remove it\n"
+    )
