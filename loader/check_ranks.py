@@ -6,10 +6,13 @@ The ranks inherit the model and what its layers gave, so that nothing is built o
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
+import os
 import sys
+import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -23,7 +26,6 @@ from torch import nn
 
 from shardconv.auto_rows import AUTO_ROWS, auto_rows
 from shardconv.catalogue import cases
-from shardconv.checking import how_ended
 from shardconv.cut import Cut
 from shardconv.errors import ShardconvError
 from shardconv.models import class_plan
@@ -34,8 +36,7 @@ from .parallel import parallelize, take_slice
 
 LAYER_TOLERANCE = 1e-4  # of a layer's largest value; layers in the middle may amplify what the output does not show
 SHOWN = 5  # layers that differ
-PATIENCE = timedelta(seconds=20)  # for a rank that another one left behind
-GRACE_S = 2.0  # for a rank to report when another one has died
+PATIENCE_S = 20.0  # for ranks that another one left behind
 
 Record = dict[tuple[str, int], torch.Tensor]  # (layer, how often it ran before) -> output, in the order of the calls
 
@@ -60,35 +61,39 @@ def main(folder: str) -> None:
     ]
     for rank in ranks:
         rank.start()
-    ended = _join(ranks)
-    reports = [_report(Path(folder, f"rank-{number}.json"), number, ranks[number]) for number in ended]
-    worst = max(reports, key=lambda report: (bool(report["issues"]), report["difference"] or 0.0))
-    Path(folder, "report.json").write_text(json.dumps(worst))
+    paths = [Path(folder, f"rank-{rank}.json") for rank in range(job["tp"])]
+    died = _join(ranks, paths)
+    report = {"died": died} if died else _worst(paths)
+    Path(folder, "report.json").write_text(json.dumps(report))
 
 
-def _join(ranks: Sequence[BaseProcess]) -> list[int]:
-    """Wait for all; where one dies the others, which would wait for it, are killed. Those that ended by themselves."""
-    left = list(ranks)
-    while left:
-        wait([rank.sentinel for rank in left])
-        left = [rank for rank in left if rank.is_alive()]
-        if any(rank.exitcode for rank in ranks):
-            break
-    for rank in left:
-        rank.join(GRACE_S)
-    ended = [number for number, rank in enumerate(ranks) if not rank.is_alive()]
-    for rank in left:
+def _join(ranks: Sequence[BaseProcess], reports: Sequence[Path]) -> tuple[int, int] | None:
+    """Wait for all, but not for those that wait for one which has failed: they are killed. The number and exit code of
+    the first that ended without a report."""
+    running = dict(enumerate(ranks))
+    end = math.inf
+    died: list[tuple[int, int]] = []
+    while running and not died and time.monotonic() < end:
+        wait([rank.sentinel for rank in running.values()], None if end == math.inf else end - time.monotonic())
+        for number, rank in list(running.items()):
+            if rank.exitcode is None:
+                continue
+            del running[number]
+            if rank.exitcode or not reports[number].is_file():
+                died.append((number, rank.exitcode))
+            elif json.loads(reports[number].read_text())["issues"]:
+                end = min(end, time.monotonic() + PATIENCE_S)
+    for rank in running.values():
         rank.kill()
         rank.join()
-    return ended
+    return min(died, key=lambda each: each[1] >= 0, default=None)  # a kill is what others die from
 
 
-def _report(path: Path, number: int, rank: BaseProcess) -> dict[str, Any]:
-    """What a rank has left; a sentence when its process ended before that."""
-    if path.is_file():
-        return dict(json.loads(path.read_text()))
-    issue = f"rank {number}: its process ended without a report ({how_ended(rank.exitcode or 0)})"
-    return {"difference": None, "issues": [issue], "layers": []}
+def _worst(paths: Iterable[Path]) -> dict[str, Any]:
+    """The report of the first rank that had issues, others may have theirs from it; else the largest difference."""
+    there = sorted((path for path in paths if path.is_file()), key=lambda path: path.stat().st_mtime_ns)
+    reports = [json.loads(path.read_text()) for path in there]
+    return dict(max(reports, key=lambda report: (bool(report["issues"]), report["difference"] or 0.0)))
 
 
 def _rules(model: nn.Module, plan: Mapping[str, Any] | str | None, tp: int) -> Plan:
@@ -98,8 +103,10 @@ def _rules(model: nn.Module, plan: Mapping[str, Any] | str | None, tp: int) -> P
 
 
 def _rank(rank: int, folder: str, tp: int, plan: Mapping[str, Any] | str | None, reference: _Reference) -> None:
-    where = f"file://{Path(folder, 'store').absolute()}"
-    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=tp, timeout=PATIENCE)
+    said = os.open(Path(folder, f"rank-{rank}.said"), os.O_WRONLY | os.O_CREAT)
+    os.dup2(said, 2)  # what it says when it dies is told apart from what the others say
+    store = dist.FileStore(str(Path(folder, "store")), tp)  # type: ignore[attr-defined]  # public, says its documentation
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=tp, timeout=timedelta(seconds=PATIENCE_S))
     report: dict[str, Any] = {"difference": None, "issues": [], "layers": []}
     layers: Record = {}
     cuts: dict[str, Cut] = {}
@@ -112,6 +119,8 @@ def _rank(rank: int, folder: str, tp: int, plan: Mapping[str, Any] | str | None,
     except ShardconvError as error:
         report["issues"] = list(error.issues)
     except Exception as error:  # whatever the model's own code raises
+        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+            raise  # which says nothing about the plan
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{Path(last.filename).name}:{last.lineno}"
         report["issues"] = [f"{running[-1] if running else 'the model'}: {type(error).__name__}: {error} ({place})"]

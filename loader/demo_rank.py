@@ -15,10 +15,11 @@ import loader
 from shardconv import small_models
 
 
-def main(name: str, out: str, folder: str) -> None:
+def main(name: str, out: str, folder: str, size: str, rank: str) -> None:
     """Write `folder/rank-R.json`: bytes held, seconds to load and to run, largest relative difference."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    store = dist.FileStore(str(Path(folder, "store")), int(size))  # type: ignore[attr-defined]  # public, says its documentation
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(size))
     reference, inputs = small_models.build(name), small_models.inputs(name)
     start = time.perf_counter()
     model = loader.load_model(out, device="cpu")

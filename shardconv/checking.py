@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -17,13 +15,13 @@ from . import models
 from .auto_rows import AUTO_ROWS
 from .catalogue.cases import CASES
 from .checkpoint import read_config
-from .errors import RanksFailed, UsageError
+from .children import ranks_failed, run_together
+from .errors import UsageError
 from .plan import Plan, plan_to_json
 
 TOLERANCE = 1e-5  # largest difference of an output, relative to the largest value in it
 _LAYERS = re.compile(r"layer|blocks|depth$|capacity_factors")  # config keys that say how many layers there are
 FEW = 2  # layers that are left of a real config
-SAID_LINES = 30  # of what ranks that failed wrote
 COMMAND = (sys.executable, "-m", "loader.check_ranks")
 
 
@@ -55,7 +53,8 @@ def check(subject: str, tp: int, plan: Plan | Literal["auto-rows"] | None = None
     """Compare sharded with unsharded output for `subject`: a class name, or a component folder whose config is taken
     with few layers and random weights. `plan` None is the class's own.
 
-    Raises `UsageError` for a class without a case, `CheckpointError` for a folder that is none.
+    Raises `UsageError` for a class without a case, `CheckpointError` for a folder that is none, `RanksFailed` when a
+    rank's process dies.
     """
     name, config = _subject(subject)
     if tp < 2:
@@ -103,25 +102,9 @@ def _few_layers(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str
 
 
 def _run(folder: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [*COMMAND, str(folder)], capture_output=True, text=True, errors="backslashreplace", check=False
-    )
-    report = folder / "report.json"
-    if done.returncode or not report.is_file():
-        raise ranks_failed("check", done.returncode, done.stderr)
-    return dict(json.loads(report.read_text()))
-
-
-def ranks_failed(verb: str, code: int, said: str) -> RanksFailed:
-    """The error for ranks that `verb` started and that ended with the exit `code` after writing `said`."""
-    lines = said.strip().splitlines()
-    last = f", they said last: {lines[-1]}" if lines else " without a word"
-    return RanksFailed(f"{verb}: the ranks failed ({how_ended(code)}){last}", *lines[-SAID_LINES:])
-
-
-def how_ended(code: int) -> str:
-    """An exit code as `subprocess` gives it, in words."""
-    if code >= 0:
-        return f"exit code {code}"
-    name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
-    return f"ended by {name}" + (", was memory short?" if -code == signal.SIGKILL else "")
+    run_together("check", [[*COMMAND, str(folder)]], folder)
+    report = dict(json.loads((folder / "report.json").read_text()))
+    if "died" in report:
+        rank, code = report["died"]
+        raise ranks_failed("check", f"rank {rank}", code, folder / f"rank-{rank}.said")
+    return report

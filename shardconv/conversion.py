@@ -200,7 +200,8 @@ def standing(outcomes: Sequence[Outcome]) -> Iterator[None]:
         written = [str(outcome.folder) for outcome in outcomes if not outcome.was_there]
         if not written:
             raise
-        raise Interrupted(f"{', '.join(written)} stands complete, what follows it does not; run it again") from None
+        verb = "stand" if len(written) > 1 else "stands"
+        raise Interrupted(f"{', '.join(written)} {verb} complete, what follows does not; run it again") from None
 
 
 def _differing(folder: Path, out: Path, names: Sequence[str], tell: Callable[[str], None]) -> list[str]:

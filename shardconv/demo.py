@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -11,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from . import small_models
-from .checking import ranks_failed
+from .children import run_together
 from .conversion import convert
-from .errors import ShardconvError, UsageError
+from .errors import Interrupted, ShardconvError, UsageError
 from .manifest import Manifest
 from .summary import human, summarize
 
@@ -32,7 +31,12 @@ def run_demo(model: str, keep: str | None, say: Callable[[str], None]) -> None:
         return
     if Path(keep).exists():
         raise UsageError(f"--keep: {keep} exists already; name a new folder")
-    _demo(model, Path(keep).absolute(), say)
+    try:
+        _demo(model, Path(keep).absolute(), say)
+    except KeyboardInterrupt:
+        if not Path(keep).exists():
+            raise
+        raise Interrupted(f"{keep} holds what was made by then; remove it") from None
     say(f"\nThe files are in {keep}. Look at one: head -c 300 {keep}/out/tp{TP}/rank-00000-of-0000{TP}.safetensors")
 
 
@@ -52,7 +56,7 @@ def _demo(name: str, folder: Path, say: Callable[[str], None]) -> None:
 
     say(f"\n3. {TP} ranks (gloo, CPU), each loads its own file: loader.load_model('out')")
     start = time.perf_counter()
-    ranks = _run_ranks(name, out, folder)
+    ranks = _run_ranks(name, out)
     for rank in ranks:
         say(
             f"     rank {rank['rank']}: loaded {human(rank['nbytes'])} in {rank['load_s'] * 1e3:.0f} ms, "
@@ -82,11 +86,9 @@ def _verdict(difference: float) -> str:
     return "equal" if difference <= TOLERANCE else "DIFFERENT"
 
 
-def _run_ranks(name: str, out: Path, folder: Path) -> list[dict[str, float]]:
-    """Start the ranks under torchrun and collect what each reports."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={TP}"]
-    command += ["-m", "loader.demo_rank", name, str(out), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace", check=False)
-    if done.returncode:
-        raise ranks_failed("demo", done.returncode, done.stderr)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(TP)]
+def _run_ranks(name: str, out: Path) -> list[dict[str, float]]:
+    """Run the ranks, a process each, and collect what they report."""
+    with tempfile.TemporaryDirectory(prefix="shardconv-demo-") as folder:
+        command = [sys.executable, "-m", "loader.demo_rank", name, str(out), folder, str(TP)]
+        run_together("demo", [[*command, str(rank)] for rank in range(TP)], Path(folder))
+        return [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(TP)]

@@ -298,6 +298,10 @@ class PartialFolder:
             if not path.exists():
                 self._move_beside(path, data)
         os.fsync(self._lock)
+        with _undisturbed():  # a Ctrl-C comes before, when nothing stands, or after, when all does
+            self._name(overwrite)
+
+    def _name(self, overwrite: bool) -> None:
         (self._partial / JOURNAL_NAME).unlink(missing_ok=True)  # a kill from here to the next line costs all the work
         if overwrite and self._folder.exists():
             replaced = _exchange(self._partial, self._folder)
@@ -345,12 +349,13 @@ class PartialFolder:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Clean up although somebody presses Ctrl-C again. Signals are the main thread's; a handler that was not set from
-    Python could not be put back, so it stays."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+    """Finish, or clean up, although somebody presses Ctrl-C. Signals are the main thread's; a handler that was not set
+    from Python could not be put back, so it stays."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or previous is None:
         yield
         return
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:

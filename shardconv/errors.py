@@ -49,9 +49,14 @@ class ShardconvError(Exception):
 
 
 def one_line(text: str) -> str:
-    """`text` without line breaks, terminal controls or lone surrogates, each escaped as Python would; shortened."""
+    """`text` made printable, and shortened."""
     if len(text) > MAX_ISSUE_LENGTH:
         text = f"{text[: MAX_ISSUE_LENGTH - 300]} ... {text[-200:]}"
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """`text` without line breaks, terminal controls or lone surrogates, each escaped as Python would."""
     if text.isprintable():
         return text
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
@@ -86,14 +91,15 @@ class LoadError(ShardconvError, RuntimeError):
 
 
 class RanksFailed(ShardconvError, RuntimeError):
-    """Processes that this tool started ended without an answer. `said` is the end of what they wrote, line by line."""
+    """Processes that this tool started ended without an answer. `issues` says how, then line by line, none of them
+    shortened, what they wrote last."""
 
-    def __init__(self, issue: str, *said: str) -> None:
-        self.said: tuple[str, ...] = tuple(map(one_line, said))
-        super().__init__(issue)
+    def __init__(self, *issues: str) -> None:
+        self.issues = tuple(map(printable, issues))
+        Exception.__init__(self, str(self))
 
     def __str__(self) -> str:
-        return "\n".join([super().__str__(), *(f"    {line}" for line in getattr(self, "said", ()))])
+        return "\n    ".join(self.issues)
 
 
 class Interrupted(KeyboardInterrupt):

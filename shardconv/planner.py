@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from . import models
+from .children import how_ended
 from .facts import ModelFacts, model_facts
 from .plan import Plan, parse_plan, plan_to_json
 
@@ -70,7 +71,7 @@ class Planner:
             self._child.stdin.flush()
             answer = json.loads(self._child.stdout.readline())
         except (OSError, ValueError) as error:
-            return self._do_without(error)
+            return self._do_without(_how_ended(self._child) or error)
         return self._do_without(answer["failed"]) if "failed" in answer else answer
 
     def _do_without(self, why: object) -> None:
@@ -90,6 +91,14 @@ class Planner:
 
     def __exit__(self, *raised: object) -> None:
         self._end_child()
+
+
+def _how_ended(child: subprocess.Popen[bytes]) -> str | None:
+    """How a child that does not answer has ended; None when it has not."""
+    try:
+        return how_ended(child.wait(timeout=1))
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def serve() -> None:

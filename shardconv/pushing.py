@@ -113,11 +113,17 @@ def push(
     report = Pushed(repo_id, "", state is None, tuple(each.name for each in local.sets), sent, deleted)
     if dry_run or (not units and (branch_state or create_pr)):
         return report
-    make_ready(repo, state, owed, private)
-    if branch_state is None and revision:
-        repo.create_branch(revision)
     message = commit_message or f"Add {', '.join(report.sets)} (shardconv {__version__})"
-    return replace(report, url=_send(repo, revision or "main", units, message, create_pr, tell))
+    made: list[str] = []
+    try:
+        make_ready(repo, state, owed, private)
+        if branch_state is None and revision:
+            repo.create_branch(revision)
+        return replace(report, url=_send(repo, revision or "main", units, message, create_pr, tell, made))
+    except KeyboardInterrupt:
+        raise Interrupted(
+            _what_stands(report, "the pull request" if create_pr else revision or "main", made, len(units))
+        ) from None
 
 
 def _nbytes(content: Path | bytes) -> int:
@@ -331,21 +337,23 @@ def _source_card(manifest: Manifest, token: str | bool | None) -> str:
 
 
 def _send(
-    repo: Repo, branch: str, units: Sequence[_Unit], message: str, new_pull: bool, tell: Callable[[str], None]
+    repo: Repo,
+    branch: str,
+    units: Iterable[_Unit],
+    message: str,
+    new_pull: bool,
+    tell: Callable[[str], None],
+    made: list[str],
 ) -> str:
-    """Upload and commit; returns the URL of the last commit or of the pull request."""
-    url, pull_url = "", ""
+    """Upload and commit; returns the URL of the last commit or of the pull request. Adds the URLs to `made`."""
+    is_pull = new_pull
     parent = repo.listing(branch).commit
-    for number, unit in enumerate(units):
+    for unit in units:
         tell(f"sending {len(unit.add)} files to {repo.name}, {sum(map(_nbytes, unit.add.values())):,} bytes at most")
-        try:
-            parent, branch, made = _send_unit(repo, branch, parent, unit, message, new_pull)
-        except KeyboardInterrupt:
-            raise Interrupted(_what_stands(repo, number, len(units), pull_url or url)) from None
-        url = made or url
-        pull_url = pull_url or (url if new_pull else "")
+        parent, branch, url = _send_unit(repo, branch, parent, unit, message, new_pull)
+        made.append(url)
         new_pull = False
-    return pull_url or url
+    return (made[0] if is_pull else next(filter(None, reversed(made)), "")) if made else ""
 
 
 def _send_unit(repo: Repo, branch: str, parent: str, unit: _Unit, message: str, new_pull: bool) -> tuple[str, str, str]:
@@ -360,11 +368,15 @@ def _send_unit(repo: Repo, branch: str, parent: str, unit: _Unit, message: str, 
         return now.commit, branch, ""  # the commit was made, only its answer was lost
 
 
-def _what_stands(repo: Repo, made: int, nr: int, url: str) -> str:
-    """What somebody must know who ends a push after `made` of `nr` commits."""
+def _what_stands(report: Pushed, branch: str, made: Sequence[str], nr: int) -> str:
+    """What somebody must know who ends a push by Ctrl-C after `made` (URLs) of `nr` commits. The one under way then may
+    have been made as well; asking could take as long as what was just ended."""
+    where = f"{report.repo}: {branch}"
     if not made:
-        return f"{repo.name}: shows nothing of it yet, unless the one commit under way was made; push again to go on"
-    return f"{repo.name}: {made} of {nr} commits are made ({url}), each whole; push again for the rest"
+        empty = "; the repo itself may be there, empty" if report.created else ""
+        return f"{where} shows nothing of it yet, unless the commit under way was made; push again to go on{empty}"
+    urls = ", ".join(filter(None, made))
+    return f"{where} has {len(made)} of {nr} commits ({urls}), each whole, maybe the next too; push again for the rest"
 
 
 def _is_done(unit: _Unit, now: Listing) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from . import models
 from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, read_config, refuse_file
 from .destination import is_hidden
-from .errors import CheckpointError, PlanError, UsageError
+from .errors import CheckpointError, Interrupted, PlanError, UsageError
 from .jsonfile import parse, read_bounded
 from .links import files_in, link_issues
 from .pagecache import is_cached
@@ -72,7 +72,12 @@ def locate(
     from .hub import Repo
 
     repo = Repo(name, subject=f"{name}: not a folder here, and the Hub says")
-    snapshot = fetch(repo, revision, subfolder, variant, headers_only)
+    try:
+        snapshot = fetch(repo, revision, subfolder, variant, headers_only)
+    except CheckpointError as error:
+        raise CheckpointError(*(each if name in each else f"{name}: {each}" for each in error.issues)) from None
+    except KeyboardInterrupt:
+        raise Interrupted(f"what came of {name} stays in the Hub's cache, where the next run goes on") from None
     return Located(snapshot.folder, name, snapshot.listing.commit, snapshot)
 
 

@@ -67,8 +67,8 @@ def summarize(manifest: Manifest) -> Summary:
 def human(nbytes: float) -> str:
     """Decimal units, as disks and the Hub count: 1.64 GB."""
     for unit in ("B", "kB", "MB", "GB"):
-        text = f"{nbytes:.0f}" if unit == "B" or nbytes >= 99.95 else f"{nbytes:.3g}"
-        if float(text) < 1000:  # as it is printed, or 999.6 MB would be 1000 MB
+        text = f"{nbytes:.0f}" if unit == "B" or abs(nbytes) >= 99.95 else f"{nbytes:.3g}"
+        if abs(float(text)) < 1000:  # as it is printed, or 999.6 MB would be 1000 MB
             return f"{text} {unit}"
         nbytes /= 1000
-    return f"{nbytes:,.0f} TB" if nbytes >= 99.95 else f"{nbytes:.3g} TB"
+    return f"{nbytes:,.0f} TB" if abs(nbytes) >= 99.95 else f"{nbytes:.3g} TB"

@@ -336,9 +336,7 @@ def test_ctrl_c_between_two_components_tells_what_stands(
     assert stopped_at("transformer") == "shardconv: stopped; nothing half-done is left behind\n"
     assert files_under(out) == set()
     said = stopped_at("transformer_2")
-    assert said.startswith(
-        f"shardconv: stopped; {out / 'transformer' / 'tp2'} stands complete, what follows it does not"
-    )
+    assert said.startswith(f"shardconv: stopped; {out / 'transformer' / 'tp2'} stands complete, what follows does not")
     monkeypatch.setattr(conversion, "_execute", real)
     assert main(arguments) == 0
     assert (out / "transformer_2" / "tp2" / "shardconv.json").is_file()

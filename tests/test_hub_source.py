@@ -18,6 +18,7 @@ from small_pipelines import build_flux_pipeline
 from stand_in_hub import File, Repo, StandInHub, User
 
 from shardconv import CheckpointError, HubError, Manifest, ShardconvError, convert
+from shardconv import hub as hub_module
 from shardconv.cli.main import main
 
 REPO = "org/tiny"
@@ -371,3 +372,18 @@ def test_e9_a_download_altered_on_the_way_is_thrown_away(
     assert not (tmp_path / "out").exists()
     assert not list((tmp_path / "home").glob("hub/*/snapshots/*/transformer/*-00002-of*"))
     convert(REPO, tmp_path / "out", **PART)
+
+
+def test_ctrl_c_while_downloading_says_where_it_stays(
+    hub: StandInHub, repo: Repo, client: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a download leaves nothing in OUT, and does not claim to leave nothing in the Hub's cache."""
+
+    def stopped(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hub_module.Repo, "fetch", stopped)
+    assert main(["convert", "--tp", "2", REPO, str(tmp_path / "out")]) == 130
+    said = capsys.readouterr().err
+    assert said == f"shardconv: stopped; what came of {REPO} stays in the Hub's cache, where the next run goes on\n"
+    assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from small_pipelines import build_flux_pipeline
 from stand_in_hub import Repo, Request, StandInHub
 
 from shardconv import HubError, OutputError, UsageError, convert, lowdisk
+from shardconv import hub as hub_module
 from shardconv.cli.main import main
 
 REPO = "org/tiny"
@@ -90,6 +92,39 @@ def test_the_disk_holds_the_output_and_one_file(
     assert len(seen) == 6
     largest = max(path.stat().st_size for path in pipe.glob("transformer/*.safetensors"))
     assert max(seen) <= disk(tmp_path / "out") + largest + 100_000
+
+
+@pytest.mark.parametrize("step", ["run", "download"])
+def test_ctrl_c_leaves_nothing_or_says_what_stands(
+    hub: StandInHub, repo: Repo, client: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Ctrl-C at the second weight file leaves no set and no download; after the set, at the pipeline's other files, it
+    names the set. Either way the same command makes the whole afterwards."""
+    out = tmp_path / "out"
+    argv = ["convert", "--tp", "2", "--low-disk", "--quiet", REPO, str(out)]
+    place = lowdisk.engine if step == "run" else hub_module.Repo
+    real = getattr(place, step)
+
+    def stopped_at(number: int) -> str:
+        calls = itertools.count(1)
+
+        def stopped(*args: Any, **options: Any) -> Any:
+            if next(calls) == number:
+                raise KeyboardInterrupt
+            return real(*args, **options)
+
+        monkeypatch.setattr(place, step, stopped)
+        assert main(argv) == 130
+        assert not leftovers(tmp_path)
+        return str(capsys.readouterr().err)
+
+    assert stopped_at(2) == "shardconv: stopped; nothing half-done is left behind\n"
+    assert not out.exists()
+    if step == "download":
+        assert stopped_at(4).startswith(f"shardconv: stopped; {out / 'transformer' / 'tp2'} stands complete, ")
+    monkeypatch.setattr(place, step, real)
+    assert main(argv) == 0
+    assert main(["verify", "--quiet", str(out)]) == 0
 
 
 def convert_killed(hub: StandInHub, settings: dict[str, str], out: Path, at: str) -> None:

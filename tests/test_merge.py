@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import shardconv
-from shardconv import engine, small_models
+from shardconv import engine, merging, resharding, small_models
 from shardconv.cli.main import main
 from shardconv.cli.merge import parse_size
 from shardconv.merging import merge
@@ -191,3 +192,33 @@ def test_a_size_that_is_none_is_a_usage_error(text: str) -> None:
     """A size that cannot be read is refused with what was found."""
     with pytest.raises(shardconv.UsageError, match="expected a size such as 5GB"):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("module", "verb", "said"),
+    [
+        (merging, ["merge"], "nothing half-done is left behind"),
+        (
+            resharding,
+            ["reshard", "--tp", "4"],
+            "{}/transformer/tp4 stands complete, what follows does not; run it again",
+        ),
+    ],
+)
+def test_ctrl_c_between_two_components_says_what_is_true(
+    module: Any, verb: list[str], said: str, source: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C at the second component: `merge` takes the first back and says that nothing is left, `reshard` names
+    it."""
+    out, new = pipeline(source, tmp_path / "out"), tmp_path / "new"
+    real = module._execute
+
+    def stopped(job: Any, *others: Any) -> Any:
+        if job.component == "transformer_2":
+            raise KeyboardInterrupt
+        return real(job, *others)
+
+    monkeypatch.setattr(module, "_execute", stopped)
+    assert main([*verb, str(out), str(new)]) == 130
+    assert capsys.readouterr().err == f"shardconv: stopped; {said.format(new)}\n"
+    assert new.exists() == (verb != ["merge"])

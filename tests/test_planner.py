@@ -78,16 +78,19 @@ def test_facts_survive_the_passage(tp: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("child", ["/bin/false", "/nowhere/python"])
-def test_a_child_that_fails_is_done_without(child: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("child", "why"), [("/bin/false", b"exit code 1"), ("/nowhere/python", b"No such file or directory")]
+)
+def test_a_child_that_fails_is_done_without(child: str, why: bytes, tmp_path: Path) -> None:
     """When the child dies or does not start, the conversion goes on in this process, to the same bytes; one that debugs
-    is told so."""
+    is told so, and why."""
     source = toys.save(small_models.build("flux"), tmp_path / "source")
     code = f"import sys; sys.executable = {child!r}; from shardconv.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "convert", "--tp", "2", "--quiet", str(source)]
     environment = os.environ | {"SHARDCONV_DEBUG": "1"}
     done = subprocess.run([*command, str(tmp_path / "out")], check=True, env=environment, stderr=subprocess.PIPE)
     assert b"shardconv.planner: the planning child failed, so this process plans" in done.stderr
+    assert why in done.stderr
     assert toys.main(["convert", "--tp", "2", "--quiet", str(source), str(tmp_path / "here")]) == 0
     assert toys.contents(tmp_path / "out") == toys.contents(tmp_path / "here")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -508,25 +509,38 @@ def test_a_commit_whose_answer_was_lost_is_not_made_twice(hub: StandInHub, clien
     assert check_whole(hub.repos[REPO]) == ["tp2"]
 
 
-@pytest.mark.parametrize("made", [0, 1])
+@pytest.mark.parametrize(
+    ("step", "calls", "flags", "stands"),
+    [
+        ("create", 0, (), "main shows nothing of it yet, .* the repo itself may be there, empty"),
+        ("create_branch", 0, ("--revision", "tp"), "tp shows nothing of it yet"),
+        ("upload", 0, (), "main shows nothing of it yet"),
+        ("commit", 1, (), r"main has 1 of 3 commits \(http://\S+/commit/\w+\), each whole"),
+        ("listing", 1, ("--create-pr",), "the pull request shows nothing of it yet"),
+        ("upload", 2, ("--create-pr",), r"the pull request has 2 of 3 commits \(http://\S+/discussions/\d+, "),
+    ],
+)
 def test_ctrl_c_tells_what_the_repo_shows(
-    hub: StandInHub, client: Any, component: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, made: int
-) -> None:
-    """Ctrl-C before the first commit says that nothing shows; after it, how many commits are made and where."""
+    hub: StandInHub, client: Any, component: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch,
+    step: str, calls: int, flags: tuple[str, ...], stands: str,
+) -> None:  # fmt: skip
+    """Ctrl-C in the call after `calls` of a `step`: before the first commit it says that nothing shows, and where;
+    after it how many commits are made and which."""
     monkeypatch.setattr(pushing, "COMMIT_FILES", 5)
-    real, calls = pushing.Repo.commit, itertools.count()
+    if flags:
+        hub.add_repo(REPO)
+    real, called = getattr(pushing.Repo, step), itertools.count()
 
-    def commit(self: Any, *args: Any) -> Any:
-        if next(calls) == made:
+    def stopped(self: Any, *args: Any) -> Any:
+        if next(called) == calls:
             raise KeyboardInterrupt
         return real(self, *args)
 
-    monkeypatch.setattr(pushing.Repo, "commit", commit)
-    assert main(["push", "--quiet", str(component), REPO]) == 130
+    monkeypatch.setattr(pushing.Repo, step, stopped)
+    assert main(["push", "--quiet", *flags, str(component), REPO]) == 130
     said = capsys.readouterr().err
-    assert said.startswith(f"shardconv: stopped; {REPO}: " + ("1 of " if made else "shows nothing of it yet"))
+    assert re.match(f"shardconv: stopped; {REPO}: {stands}", said), said
     assert "half-done" not in said
-    assert len(check_whole(hub.repos[REPO])) == made
 
 
 def test_somebody_else_pushing_meanwhile_is_noticed(hub: StandInHub, client: Any, component: Path, capsys: Any) -> None:

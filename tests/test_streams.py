@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import toys
 
-from shardconv import checking, small_models
+from loader import check_ranks
+from shardconv import checking, demo, destination, small_models
 from shardconv.checking import Difference, Verdict
+from shardconv.children import run_together
 from shardconv.cli import check
 from shardconv.cli.main import main
 from shardconv.destination import PartialFolder
+from shardconv.errors import RanksFailed
 
 pytestmark = pytest.mark.slow
 SHARDCONV = f"{shlex.quote(sys.executable)} -m shardconv"
@@ -33,8 +41,9 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _sh(command: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
-    """A line of shell, as a person types it."""
-    return subprocess.run(["bash", "-c", command], capture_output=True, env=os.environ | environment, check=False)
+    """A line of shell, as a person types it: streams are buffered."""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(["bash", "-c", command], capture_output=True, env=buffered | environment, check=False)
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
@@ -80,24 +89,65 @@ def test_what_an_encoding_lacks_is_escaped(environment: dict[str, str], name: by
     assert b"Traceback" not in done.stderr
 
 
-def test_a_name_that_is_no_text_is_escaped(tmp_path: Path) -> None:
-    """A folder whose name is not UTF-8 is named in an error, escaped."""
+def test_a_name_that_is_no_text_is_escaped(converted: Path, tmp_path: Path) -> None:
+    """A folder whose name is not UTF-8 is taken and named, escaped, in reports and errors; it can be drawn too."""
     folder = os.fsencode(tmp_path) + b"/\xff"
-    os.mkdir(folder)
-    done = subprocess.run([sys.executable, "-m", "shardconv", "inspect", folder], capture_output=True, check=False)
+    shutil.copytree(converted, os.fsdecode(folder))
+    command = [sys.executable, "-m", "shardconv", "inspect", "--svg", folder + b"/drawn.svg", folder]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\\udcff/tp2: Flux2Transformer2DModel" in done.stdout
+    done = subprocess.run([*command[:4], folder + b"/nowhere"], capture_output=True, check=False)
     assert done.returncode == 1
-    assert b"\\udcff" in done.stderr
+    assert b"\\udcff/nowhere" in done.stderr
     assert b"Traceback" not in done.stderr
 
 
-def test_a_full_stdout_is_told(converted: Path) -> None:
-    """When the report cannot be written the exit code is 1, with one sentence and no traceback."""
-    done = _sh(f"{SHARDCONV} inspect {shlex.quote(str(converted))} >/dev/full")
+@pytest.mark.parametrize(
+    ("verb", "note"),
+    [
+        ("merge {} {new}/merged", b"; the work itself is done"),
+        ("inspect --svg {new}/drawn.svg {}", b""),
+        ("demo", b""),
+        ("--help", b""),
+    ],
+)
+def test_a_full_stdout_is_told(verb: str, note: bytes, converted: Path, tmp_path: Path) -> None:
+    """When the report cannot be written the exit code is 1, with one sentence and no traceback; what goes to disk goes
+    there all the same, and only then it says so."""
+    done = _sh(f"{SHARDCONV} {verb.format(shlex.quote(str(converted)), new=tmp_path)} >/dev/full")
     assert done.returncode == 1
-    assert (
-        done.stderr
-        == b"shardconv: standard output: cannot be written (No space left on device); the work itself is done\n"
+    said = b"shardconv: standard output: cannot be written (No space left on device)"
+    assert done.stderr == said + note + b"\n"
+    assert len(os.listdir(tmp_path)) == ("{new}" in verb)
+
+
+def test_a_full_stderr_changes_no_exit_code(converted: Path, tmp_path: Path) -> None:
+    """Reasons that cannot be written leave the exit code as it is."""
+    assert _sh(f"{SHARDCONV} verify {tmp_path}/nowhere 2>/dev/full").returncode == 1
+    assert _sh(f"{SHARDCONV} verify 2>/dev/full").returncode == 2
+    assert _sh(f"{SHARDCONV} verify {shlex.quote(str(converted))} 2>/dev/full").returncode == 0
+
+
+@pytest.mark.parametrize("stdout", [">/dev/full", "| true"])
+def test_damage_is_told_although_nobody_reads_the_report(stdout: str, converted: Path, tmp_path: Path) -> None:
+    """`verify` names what is damaged on stderr whatever stdout is."""
+    shutil.copytree(converted, tmp_path / "bad")
+    path = tmp_path / "bad" / "tp2" / "replicated.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    done = _sh(f"set -o pipefail; {SHARDCONV} verify --json {tmp_path}/bad {stdout}")
+    assert done.returncode == 1
+    assert b"replicated.safetensors: " in done.stderr
+    assert b"is damaged" in done.stderr
+
+
+def test_processes_started_without_streams_have_them(tmp_path: Path) -> None:
+    """What a verb starts inherits streams that lead to nowhere, not closed ones."""
+    code = (
+        "import os, subprocess, sys; from shardconv.cli.output import open_streams; open_streams();"
+        "sys.exit(subprocess.run([sys.executable, '-c', 'import os; [os.fstat(fd) for fd in range(3)]']).returncode)"
     )
+    assert _sh(f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} >&- 2>&- <&-").returncode == 0
 
 
 def test_json_has_no_infinity(
@@ -115,39 +165,47 @@ def test_json_has_no_infinity(
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "head", "last"),
     [
-        ("import os; os.kill(os.getpid(), 9)", "the ranks failed (ended by SIGKILL, was memory short?) without a word"),
-        ("raise RuntimeError('no gloo' + 2000 * ' here')", "    RuntimeError: no gloo here"),
+        ("import os; os.kill(os.getpid(), 9)", "(ended by SIGKILL, was memory short?) without a word", ""),
+        ("import os; os.abort()", "(ended by SIGABRT) without a word", ""),
+        (
+            "raise RuntimeError('no gloo' + 2000 * ' here')",
+            "(exit code 1)",
+            f"    RuntimeError: no gloo{2000 * ' here'}",
+        ),
+        ("import sys; sys.exit('a\\nb\\x1b[2J')", "(exit code 1)", "    b\\x1b[2J"),
     ],
 )
 def test_a_crash_of_check_can_be_read(
-    body: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    body: str, head: str, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What the ranks of `check` wrote before they died arrives line by line, none cut for another; how they ended
-    is said in words."""
+    """What the ranks of `check` wrote before they died arrives line by line, none cut, none with terminal controls;
+    how they ended is said in words."""
     (tmp_path / "ranks.py").write_text(body)
     monkeypatch.setattr(checking, "COMMAND", [sys.executable, str(tmp_path / "ranks.py")])
     assert main(["check", "FluxTransformer2DModel", "--tp", "2"]) == 1
-    text = capsys.readouterr().err
-    assert said in text
-    assert "\\n" not in text
-    assert ("Traceback" in text) == ("RuntimeError" in body)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(f"shardconv: check: the ranks failed {head}")
+    assert lines[-1] == last or not last
+    assert (len(lines) > 1) == bool(last)
 
 
-def test_a_rank_of_check_that_dies_is_named() -> None:
-    """One rank of `check` that is killed is named with how it ended; the others' wait ends too."""
-    done = subprocess.run(
-        [sys.executable, "-c", KILLING, "check", "FluxTransformer2DModel", "--tp", "2", "--json"],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "rank 1: its process ended without a report (ended by SIGKILL" in json.loads(done.stdout)["issues"][0]
+def test_a_rank_of_check_that_dies_is_named(tmp_path: Path) -> None:
+    """One rank of `check` that dies, here of memory, is named with how it ended and what it said, and not the plan
+    called wrong; the others' wait ends too."""
+    (tmp_path / "check.py").write_text(FAILING)
+    command = [sys.executable, str(tmp_path / "check.py"), "check", "FluxTransformer2DModel", "--tp", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "")
+    lines = done.stderr.splitlines()
+    assert lines[0] == "shardconv: check: rank 1 failed (exit code 1), the last it wrote:"
+    assert lines[-1] == "    MemoryError: none left"
 
 
-# In the ranks' process, rank 1 kills itself when it is to run the model.
-KILLING = """
-import os, signal, sys
+# In the ranks' process, rank 1 runs out of memory when it is to shard the model.
+FAILING = """
+import sys
 import shardconv.checking as checking
 checking.COMMAND = [sys.executable, "-c", '''
 import os, signal, sys
@@ -155,7 +213,7 @@ import loader.check_ranks as ranks
 real = ranks.parallelize
 def parallelize(*args, **kwargs):
     if ranks.dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        raise MemoryError('none left')
     return real(*args, **kwargs)
 ranks.parallelize = parallelize
 ranks.main(sys.argv[1])
@@ -163,6 +221,52 @@ ranks.main(sys.argv[1])
 from shardconv.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # these do not compute
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [
+        (lambda path: os.kill(os.getpid(), signal.SIGKILL), (1, -signal.SIGKILL)),
+        (lambda path: sys.exit(3), (1, 3)),
+        (lambda path: os._exit(0), (1, 0)),
+        (lambda path: path.write_text('{"issues": ["a shape"]}'), None),
+    ],
+)
+def test_no_rank_of_check_is_waited_for_in_vain(
+    failing: Callable[[Path], object], expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that would wait for one which died, without a report whatever its exit code, or has failed with one, are
+    ended; which died is told."""
+    monkeypatch.setattr(check_ranks, "PATIENCE_S", 0.2)
+    reports = [tmp_path / "0.json", tmp_path / "1.json"]
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=time.sleep, args=(600,)), fork.Process(target=failing, args=(reports[1],))]
+    for rank in ranks:
+        rank.start()
+    assert check_ranks._join(ranks, reports) == expected
+    assert ranks[0].exitcode == -signal.SIGKILL
+
+
+def test_a_crash_of_demo_can_be_read(tmp_path: Path) -> None:
+    """Without a network for gloo `demo` shows the end of a rank's traceback: the reason, not who was told it."""
+    done = _sh(f"{SHARDCONV} demo >{tmp_path}/said", GLOO_SOCKET_IFNAME="nowhere")
+    assert done.returncode == 1
+    lines = done.stderr.decode().splitlines()
+    assert re.fullmatch(r"shardconv: demo: rank [01] failed \(exit code 1\), the last it wrote:", lines[0])
+    assert "Unable to find address for: nowhere" in lines[-1]
+
+
+def test_children_end_with_the_one_that_fails(tmp_path: Path) -> None:
+    """When one of several processes fails the others are ended with all that they started; a kill is the reason
+    before what others met from it."""
+    sleeping = [sys.executable, "-c", "import os, time; os.fork(); time.sleep(600)"]
+    failing = [sys.executable, "-c", "import time; time.sleep(0.5); raise SystemExit(7)"]
+    start = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"demo: rank 1 failed \(exit code 7\) without a word"):
+        run_together("demo", [sleeping, failing], tmp_path)
+    assert time.monotonic() - start < 60
+    assert subprocess.run(["pgrep", "-f", "os.fork.., time.sleep.600."], check=False).returncode == 1
 
 
 def test_ctrl_c_cleans_up_under_a_foreign_handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,3 +277,41 @@ def test_ctrl_c_cleans_up_under_a_foreign_handler(tmp_path: Path, monkeypatch: p
     with PartialFolder(tmp_path / "tp1") as partial:
         partial.create({"rank-00000-of-00001.safetensors": 10})
     assert os.listdir(tmp_path) == []
+
+
+def test_ctrl_c_while_a_set_gets_its_name_leaves_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between the exchange of two folders and the end of the clean-up leaves nothing of the replaced one."""
+    (tmp_path / "tp1").mkdir()
+    (tmp_path / "tp1" / "rank-00000-of-00001.safetensors").write_bytes(b"old")
+    real = destination._exchange
+
+    def exchange(new: Path, old: Path) -> Path:
+        replaced = real(new, old)
+        signal.raise_signal(signal.SIGINT)
+        return replaced
+
+    monkeypatch.setattr(destination, "_exchange", exchange)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with PartialFolder(tmp_path / "tp1") as partial:
+            partial.create({"rank-00000-of-00001.safetensors": 10})
+            partial.publish({}, overwrite=True)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert os.listdir(tmp_path) == ["tp1"]
+    assert (tmp_path / "tp1" / "rank-00000-of-00001.safetensors").read_bytes() == bytes(10)
+
+
+def test_ctrl_c_in_a_demo_that_keeps_its_files_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`demo --keep` does not claim to leave nothing."""
+
+    def stopped(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_run_ranks", stopped)
+    assert main(["demo", "--keep", str(tmp_path / "kept")]) == 130
+    assert (
+        capsys.readouterr().err == f"shardconv: stopped; {tmp_path / 'kept'} holds what was made by then; remove it\n"
+    )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ..auto_rows import AUTO_ROWS
 from ..checking import TOLERANCE, Verdict, check
-from ..errors import PlanError
+from ..errors import PlanError, printable
 from ..plan import read_plan_file
 from .output import report, report_json
 
@@ -40,12 +40,14 @@ def run(args: argparse.Namespace) -> None:
         args.tp,
         AUTO_ROWS if args.plan == AUTO_ROWS else read_plan_file(args.plan) if args.plan else None,
     )
-    if args.json:
-        report_json(_as_json(verdict))
-    else:
-        report(_as_text(verdict))
-    if not verdict.is_right:
-        raise PlanError(f"{verdict.model_class}: the plan is wrong at tp degree {verdict.tp}; do not use it")
+    try:
+        if args.json:
+            report_json(_as_json(verdict))
+        else:
+            report(_as_text(verdict))
+    finally:  # whether or not anybody reads the rest
+        if not verdict.is_right:
+            raise PlanError(f"{verdict.model_class}: the plan is wrong at tp degree {verdict.tp}; do not use it")
 
 
 def _as_json(verdict: Verdict) -> dict[str, object]:
@@ -75,7 +77,7 @@ def _as_text(verdict: Verdict) -> str:
     lines = [f"{verdict.model_class}, tp degree {verdict.tp}: {'right' if verdict.is_right else 'WRONG'}"]
     if verdict.difference is not None:
         lines.append(f"  largest difference {verdict.difference:.1e} of the largest output, allowed {TOLERANCE:.0e}")
-    lines += [f"  {issue}" for issue in _issues(verdict)]
+    lines += [f"  {printable(line)}" for issue in _issues(verdict) for line in issue.splitlines()]
     if not verdict.is_right and verdict.layers:
         lines.append("  first layers that differ:")
         lines += [f"    {each.layer}  {each.difference:.1e}" for each in verdict.layers]

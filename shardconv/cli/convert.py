@@ -10,7 +10,7 @@ from ..manifest import Manifest
 from ..plan import read_plan_file
 from ..preparation import DTYPES, Options
 from ..summary import Summary, human, summarize
-from .output import report, report_json, talk
+from .output import DONE, report, report_json, talk
 from .progress import progress_bars
 
 NAME = "convert"
@@ -81,9 +81,9 @@ def run(args: argparse.Namespace) -> None:
     download = outcomes[0].download
     if args.json:
         document = {"dry_run": args.dry_run, "sets": [as_json(outcome) for outcome in outcomes]}
-        report_json(document | ({"download": dict(download)} if download else {}))
+        report_json(document | ({"download": dict(download)} if download else {}), DONE)
     elif not args.quiet:
-        report("\n\n".join(as_text(outcome, args.dry_run) for outcome in outcomes))
+        report("\n\n".join(as_text(outcome, args.dry_run) for outcome in outcomes), DONE)
         if download:
             report(f"\n{args.source}: {human(sum(download.values()))} would be downloaded ({len(download)} files)")
 

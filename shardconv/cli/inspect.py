@@ -36,17 +36,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Inspect, then print and draw."""
+    """Inspect, then draw and print."""
     found = inspect(args.path)
-    if args.json:
-        report_json([_as_json(each, args.tensors) for each in found])
-    else:
-        report("\n\n".join("\n".join(_as_text(each, args.tensors)) for each in found))
     if args.svg:
         try:
             Path(args.svg).write_text(draw(list(map(_chart, found))), encoding="utf-8")
         except OSError as error:
             raise OutputError(f"{args.svg}: cannot be written ({error.strerror}); name another file") from None
+    if args.json:
+        report_json([_as_json(each, args.tensors) for each in found])
+    else:
+        report("\n\n".join("\n".join(_as_text(each, args.tensors)) for each in found))
 
 
 def _as_json(found: Inspected, tensors: bool) -> dict[str, object]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from .._version import __version__
 from ..errors import ShardconvError, UsageError
 from . import check, convert, demo, inspect, merge, plans, push, reshard, verify
-from .output import abandon_stdout, open_streams, talk
+from .output import ReaderGone, flush_streams, open_streams, talk
 
 VERBS = (convert, inspect, verify, merge, reshard, push, plans, check, demo)
 
@@ -48,19 +48,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0 when it worked, 1 when it failed, 2 when it was asked wrongly, 130 on Ctrl-C."""
-    args = parser().parse_args(argv)
-    _hush_the_hub(getattr(args, "quiet", False))
+    open_streams()
     debug = os.environ.get("SHARDCONV_DEBUG") == "1"
-    if debug:
-        logging.basicConfig(format="%(name)s: %(message)s")
-        logging.getLogger("shardconv").setLevel(logging.DEBUG)
     try:
-        args.run(args)
+        _run(argv, debug)
     except KeyboardInterrupt as stopped:
         talk(f"shardconv: stopped; {str(stopped) or 'nothing half-done is left behind'}")
         return 130
-    except BrokenPipeError:  # the reader of stdout went away, e.g. head
-        abandon_stdout()
+    except ReaderGone:
         return 1
     except Exception as error:
         if debug:
@@ -71,6 +66,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             talk(f"shardconv: {error}")
         return 2 if isinstance(error, UsageError) else 1
     return 0
+
+
+def _run(argv: Sequence[str] | None, debug: bool) -> None:
+    try:
+        args = parser().parse_args(argv)
+        _hush_the_hub(getattr(args, "quiet", False))
+        if debug:
+            logging.basicConfig(format="%(name)s: %(message)s")
+            logging.getLogger("shardconv").setLevel(logging.DEBUG)
+        args.run(args)
+    except SystemExit:  # the parser has printed
+        flush_streams()
+        raise
+    flush_streams()
 
 
 def _hush_the_hub(quiet: bool) -> None:
@@ -85,7 +94,6 @@ def entry() -> None:
     """The console script. Looking for garbage among what torch and diffusers leave takes longer than a small
     conversion, at imports and once more at the end; a process this short does without."""
     gc.disable()
-    open_streams()
     code = main()
     gc.freeze()
     sys.exit(code)

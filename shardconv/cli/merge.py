@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import UsageError
 from ..merging import MAX_SHARD_NBYTES, merge
-from .output import report, report_json
+from .output import DONE, report, report_json
 from .progress import progress_bars
 
 NAME = "merge"
@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> None:
         names = merge(args.path, args.out, max_shard_nbytes=limit, new_progress=new_progress)
     if args.json:
         files = {name: (Path(args.out) / name).stat().st_size for name in names}
-        report_json({"folder": args.out, "files": files})
+        report_json({"folder": args.out, "files": files}, DONE)
     elif not args.quiet:
-        report("\n".join(f"{args.out}/{name}" for name in names))
+        report("\n".join(f"{args.out}/{name}" for name in names), DONE)
 
 
 def parse_size(text: str) -> int:

@@ -7,8 +7,15 @@ import io
 import json
 import os
 import sys
+from typing import TextIO
 
 from ..errors import OutputError
+
+DONE = "; the work itself is done"  # for `report` of a verb that has written something else before
+
+
+class ReaderGone(Exception):
+    """Whoever read stdout went away, e.g. head."""
 
 
 def open_streams() -> None:
@@ -22,37 +29,49 @@ def open_streams() -> None:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, flags)  # takes the lowest free number, which is this one
-    sys.stdin = sys.stdin or open(0, encoding="utf-8")  # noqa: SIM115 (lasts as long as the process)
-    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(fd, True)  # processes started from here have three streams as well
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (lasts as long as the process)
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
-def abandon_stdout() -> None:
-    """Throw away what is still to be written to stdout, so that the interpreter does not try it again at its end."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def report(text: str) -> None:
-    """Print on stdout at once. Raises `OutputError` when that cannot be written to, `BrokenPipeError` when whoever
-    read it went away."""
+def report(text: str, done: str = "", end: str = "\n") -> None:
+    """Print on stdout at once. Raises `ReaderGone`, or `OutputError` when it cannot be written, with what is `done`."""
     try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        raise
+        print(text, end=end, flush=True)
     except OSError as error:
-        raise OutputError(f"standard output: cannot be written ({error.strerror}); the work itself is done") from None
+        _abandon(sys.stdout)
+        if isinstance(error, BrokenPipeError):
+            raise ReaderGone from None
+        raise OutputError(f"standard output: cannot be written ({error.strerror}){done}") from None
 
 
-def report_json(document: object) -> None:
+def report_json(document: object, done: str = "") -> None:
     """Print one JSON document. Raises `ValueError` for numbers that JSON does not have (infinite, not a number)."""
-    report(json.dumps(document, indent=2, allow_nan=False))
+    report(json.dumps(document, indent=2, allow_nan=False), done)
 
 
-def talk(text: str) -> None:
+def talk(text: str, end: str = "\n") -> None:
     """Print a line on stderr; nobody may be there to read it."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+    try:
+        print(text, end=end, file=sys.stderr, flush=True)
+    except OSError:
+        _abandon(sys.stderr)
+
+
+def flush_streams() -> None:
+    """Write out what others have printed. Raises as `report` does."""
+    talk("", end="")
+    report("", end="")
+
+
+def _abandon(stream: TextIO) -> None:
+    """Let what is still to be written to `stream` go nowhere: the interpreter tries it once more at its end, and exits
+    with a code of its own when that fails."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)

@@ -7,7 +7,7 @@ import argparse
 from ..errors import UsageError
 from ..pushing import Pushed, push
 from ..summary import human
-from .output import report, report_json, talk
+from .output import DONE, report, report_json, talk
 from .progress import progress_bars
 
 NAME = "push"
@@ -53,9 +53,9 @@ def run(args: argparse.Namespace) -> None:
             tell=lambda text: None if args.quiet else talk(text),
         )
     if args.json:
-        report_json({"dry_run": args.dry_run, **_as_json(done)})
+        report_json({"dry_run": args.dry_run, **_as_json(done)}, DONE)
     elif not args.quiet:
-        report(_as_text(done, args.dry_run))
+        report(_as_text(done, args.dry_run), DONE)
 
 
 def parse_degrees(text: str) -> list[int]:

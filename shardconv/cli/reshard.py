@@ -6,7 +6,7 @@ import argparse
 
 from ..resharding import reshard_all
 from .convert import as_json, as_text
-from .output import report, report_json, talk
+from .output import DONE, report, report_json, talk
 from .progress import progress_bars
 
 NAME = "reshard"
@@ -50,6 +50,6 @@ def run(args: argparse.Namespace) -> None:
         for text in [text for outcome in outcomes for text in outcome.warnings]:
             talk(f"warning: {text}")
     if args.json:
-        report_json({"sets": [as_json(outcome) for outcome in outcomes]})
+        report_json({"sets": [as_json(outcome) for outcome in outcomes]}, DONE)
     elif not args.quiet:
-        report("\n\n".join(as_text(outcome, False) for outcome in outcomes))
+        report("\n\n".join(as_text(outcome, False) for outcome in outcomes), DONE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
 from ..errors import SetError
 from ..summary import human
@@ -35,16 +36,22 @@ def run(args: argparse.Namespace) -> None:
     with progress_bars(args.quiet) as new_progress:
         found = verify_all(args.path, args.source, new_progress)
     issues = [issue for each in found for issue in each.issues]
-    if args.json:
-        report_json({"ok": not issues, "source": args.source, "sets": list(map(_as_json, found))})
-    elif not args.quiet:
-        for each in found:
-            if each.ignored:
-                talk(f"{each.path}: {', '.join(each.ignored)} ignored, hidden files are no part of a set")
-            if not each.issues:
-                report(_as_text(each, args.source))
-    if issues:
-        raise SetError(*issues)
+    try:
+        if args.json:
+            report_json({"ok": not issues, "source": args.source, "sets": list(map(_as_json, found))})
+        elif not args.quiet:
+            _tell(found, args.source)
+    finally:  # whether or not anybody reads the rest
+        if issues:
+            raise SetError(*issues)
+
+
+def _tell(found: Iterable[Verified], source: str | None) -> None:
+    for each in found:
+        if each.ignored:
+            talk(f"{each.path}: {', '.join(each.ignored)} ignored, hidden files are no part of a set")
+        if not each.issues:
+            report(_as_text(each, source))
 
 
 def _as_json(found: Verified) -> dict[str, object]:
