@@ -16,6 +16,8 @@ from shardconv.heads import local_attributes
 from .linear import sum_over_ranks
 from .ranks import Ranks
 
+_GROUPED = 8  # torch's grouped matrix products take rows of 16 bytes, which are 8 elements of bf16
+
 
 def make_counts_local(model: nn.Module, colwise: Sequence[str], ranks: Ranks) -> None:
     """Attention that cuts its projections into `heads` heads has `heads / tp` of them here."""
@@ -63,11 +65,8 @@ def sum_outputs(model: nn.Module, cuts: Mapping[str, tuple[Any, Cut | None]], ra
             mine = [cut for leaf in module._parameters if (cut := cuts.get(f"{name}.{leaf}", (None, None))[1])]
             if mine:
                 module.register_forward_hook(_Summed(ranks.group_name))
-            if any(block // ranks.size % GROUPED for cut in mine for block in cut.block_sizes):
+            if any(block // ranks.size % _GROUPED for cut in mine for block in cut.block_sizes):
                 module.use_grouped_mm = False  # type: ignore[assignment]  # the same sums, one expert after another
-
-
-GROUPED = 8  # torch's grouped matrix products take rows of 16 bytes, 8 elements of bf16
 
 
 class _Summed:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardconv.errors import LoadError, ShardconvWarning
 
@@ -43,14 +44,27 @@ def compare_next_call(model: nn.Module, ranks: Ranks) -> None:
     """As `check_inputs`, for a model that is known to be one; nothing to do for one rank."""
     if ranks.size == 1:
         return
+    first_call = _FirstCall(ranks)
+    first_call.handle = model.register_forward_pre_hook(first_call, with_kwargs=True)
 
-    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():  # stays out of the graph
+
+@dataclass(slots=True)
+class _FirstCall:
+    """A hook that looks once. A model can be copied and pickled with it; what comes of that looks no more."""
+
+    ranks: Ranks | None
+    handle: RemovableHandle | None = None
+
+    def __reduce__(self) -> tuple[type, tuple[None]]:
+        return _FirstCall, (None,)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.ranks is None or torch.compiler.is_compiling():  # stays out of the graph
             return
-        handle.remove()
+        ranks, self.ranks = self.ranks, None
+        if self.handle is not None:
+            self.handle.remove()
         _compare(type(module).__name__, args, kwargs, ranks)
-
-    handle = model.register_forward_pre_hook(compare, with_kwargs=True)
 
 
 def _compare(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks: Ranks) -> None:

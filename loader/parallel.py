@@ -142,7 +142,12 @@ def _slice_parameters(model: nn.Module, cuts: Mapping[str, tuple[Any, Cut | None
 def check_layers(model: nn.Module, modules: Sequence[PlannedModule]) -> None:
     """Refuse layers whose forward is not one that we know: a runtime module would replace it."""
     for planned in modules:
-        kind = type(model.get_submodule(planned.name))
+        layer = model.get_submodule(planned.name)
+        kind = type(layer)
+        if not _runs_as_its_class(layer):
+            raise PlanError(
+                f"{planned.name}: its forward was replaced by another; shard the model first, then replace it"
+            )
         if planned.style is Style.NORM_ACROSS_HEADS:
             from .norms import KINDS  # late, as it imports diffusers: that takes seconds in which files are read
 
@@ -155,6 +160,12 @@ def check_layers(model: nn.Module, modules: Sequence[PlannedModule]) -> None:
             )
 
 
+def _runs_as_its_class(module: nn.Module) -> bool:
+    """Hooks that were taken off again leave a `forward` at the module that is its class's own."""
+    forward = module.__dict__.get("forward")
+    return forward is None or getattr(forward, "__func__", None) is type(module).forward
+
+
 def apply(model: nn.Module, resolution: Resolution, ranks: Ranks) -> None:
     """Give a model whose parameters are this rank's its runtime modules and what else its class needs. In place."""
     colwise = [module.name for module in resolution.modules if module.style.is_colwise]
@@ -163,6 +174,7 @@ def apply(model: nn.Module, resolution: Resolution, ranks: Ranks) -> None:
     sum_outputs(model, resolution.cuts, ranks)
     for planned in resolution.modules:
         layer = model.get_submodule(planned.name)
+        layer.__dict__.pop("forward", None)  # would hide that of the runtime module
         if planned.style is Style.NORM_ACROSS_HEADS:
             from .norms import make_local_norm
 

@@ -56,28 +56,35 @@ def check_plain(model: nn.Module) -> None:
         raise PlanError(f"{name}: is sharded already; load it afresh to shard it in another way")
     if getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False):
         raise PlanError(f"{name}: is quantized, quantized weights cannot be cut; load it unquantized")
-    if getattr(model, "is_cache_enabled", False):
-        raise PlanError(f"{name}: has a cache enabled; disable_cache() first, shard it, then enable_cache(...) again")
+    issues: dict[str, str] = {}  # by what is said, the first place of each
+    cached = getattr(model, "is_cache_enabled", False)
+    if cached:
+        text = "has a cache enabled; disable_cache() first, shard it, then enable_cache(...) again"
+        issues[text] = f"{name}: {text}"
     for path, module in model.named_modules():
-        found = _changed(module)
+        found = _changed(module, cached)
         if found:
-            raise PlanError(f"{name}: {path or 'the model'} {found}")
+            issues.setdefault(found, f"{name}: {path or 'the model'} {found}")
+    if issues:
+        raise PlanError(*issues.values())
     meta = [path for path, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
         raise PlanError(f"{name}: {meta[0]} is on the meta device; load the weights first")
 
 
-def _changed(module: nn.Module) -> str | None:
-    """What was done to a module that sharding would undo or miss, and what to do instead; None when nothing was."""
+def _changed(module: nn.Module, cached: bool) -> str | None:
+    """What was done to a module that sharding would undo or miss, and what to do instead; None when nothing was. Hooks
+    that are not known are those of the cache, if there is one."""
     if hasattr(module, "_hf_hook"):
         return "carries an offload hook; load it without offloading"
     hooks = list(getattr(getattr(module, "_diffusers_hook", None), "hooks", ()))
     if hooks:
         known = next((words for part, words in _HOOKS.items() if part in hooks[0]), None)
-        return known or f"carries the hook {hooks[0]!r}; remove it, shard the model, then add it again"
+        if known or not cached:
+            return known or f"carries the hook {hooks[0]!r}; remove it, shard the model, then add it again"
     if hasattr(module, "base_layer"):
         return "is a LoRA layer; fuse or unload the adapter first (fuse_lora)"
-    if getattr(module, "fused_projections", False):
+    if _is_fused(module):
         return "has its projections fused; unfuse_qkv_projections() first, shard it, then fuse_qkv_projections() again"
     if holds_parameters(getattr(module, "processor", None)):
         kind = type(module.processor).__name__
@@ -86,6 +93,13 @@ def _changed(module: nn.Module) -> str | None:
             "unload_ip_adapter() first, or run that model unsharded"
         )
     return None
+
+
+def _is_fused(module: nn.Module) -> bool:
+    """Attention that cannot unfuse keeps the mark for ever: its processor tells."""
+    if hasattr(module, "unfuse_projections"):
+        return bool(getattr(module, "fused_projections", False))
+    return type(getattr(module, "processor", None)).__name__.startswith("Fused")
 
 
 def holds_parameters(processor: object) -> bool:

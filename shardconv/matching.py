@@ -16,6 +16,8 @@ from .catalogue.entry import is_across_heads, normalized_widths, places_of, widt
 from .cut import Cut, block_sizes
 from .plan import Plan, Rule, Style
 
+_NORMS = ("RMSNorm", "LayerNorm", "LpNorm")  # torch's and diffusers': those whose statistics ranks can sum
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedModule:
@@ -145,8 +147,8 @@ def _planned(model: Any, name: str, module: Any, pattern: str, rule: Rule) -> Pl
 
     dim = rule.style.dim
     if rule.style is Style.NORM_ACROSS_HEADS:
-        widths = normalized_widths(module) or (widths_beside(model, name) if type(module).__name__ == "LpNorm" else ())
-        if len(widths) != 1:
+        widths = normalized_widths(module) or widths_beside(model, name)
+        if type(module).__name__ not in _NORMS or len(widths) != 1:
             raise ValueError(f"expected a norm over one dim, found {type(module).__name__}")
         return PlannedModule(name, pattern, _scope(model, name), rule.style, Cut(0, tuple(widths)))
     if isinstance(module, Conv2d):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +15,9 @@ from ..plan import Plan, Rule, Style
 OUT_AND_REST = (0,)
 AS_TAKEN = (-1,)
 
-# How many parts the input layer of diffusers' `FeedForward` gives: what its activation is decides it.
+# The input layer of diffusers' `FeedForward`, and how many parts it gives by the activation that holds it.
+_FEED_FORWARD_INPUT = "net.0.proj"
 _ACTIVATIONS = {"GELU": 1, "ApproximateGELU": 1, "LinearActivation": 1, "GEGLU": 2, "SwiGLU": 2}
-_GIVES_INPUT = re.compile(r"net\.0\.proj$")
 
 # Parts of names by which diffusers' classes tell norms and projections of queries and keys (norm_q, k_norm, ln_q, to_k)
 # from others.
@@ -59,7 +58,7 @@ class Entry:
 def expand(rules: Mapping[str, Rule], model: Any) -> Plan:
     """The rules as a strict plan for `model`: patterns that fit everywhere stay, others become the names they match.
 
-    What the model itself tells is read from it: blocks, norms of each head and tables of no head, which stay whole.
+    What the model itself tells is read from it: blocks, and which norms and parameters are not over all heads.
     Raises `PlanError`, every layer named whose layout is none that the rule was proved for.
     """
     places = {pattern: list(places_of(model, pattern)) for pattern in rules}
@@ -90,7 +89,7 @@ def expand(rules: Mapping[str, Rule], model: Any) -> Plan:
 
 
 def _is_cut(rule: Rule, name: str, module: Any, model: Any) -> bool:
-    """Whether the rule holds in this config: a norm may be of each head, a parameter of all heads together."""
+    """Whether the rule holds in this config: a norm may be of each head, a parameter one value for all heads."""
     if rule.style is Style.NORM_ACROSS_HEADS:
         return is_across_heads(model, name)
     return rule.style is not Style.PARAMETER or bool(module.shape[rule.dim or 0] > 1)
@@ -106,7 +105,7 @@ def _exact(rule: Rule, name: str, module: Any, model: Any, taken: Mapping[str, t
     part = widths.pop() if len(widths) == 1 else 0
     parts = given // part if part and given % part == 0 else 0
     owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
-    if not parts or (_GIVES_INPUT.search(name) and parts != _ACTIVATIONS.get(owner)):
+    if not parts or (name.endswith(_FEED_FORWARD_INPUT) and parts != _ACTIVATIONS.get(owner)):
         raise ValueError(
             f"{owner} gives {given} features and the layer after it takes {part}; a layout that no test has proved is "
             "not sharded; give a plan with --plan FILE, or auto-rows"
