@@ -195,22 +195,33 @@ def select_files(names: Iterable[str], variant: str | None, stem: str = WEIGHTS_
     return None
 
 
-_VARIANTS = (  # how file names tell their variant, now and before
-    re.compile(r"\.(?P<variant>[\w-]+?)(-\d+-of-\d+)?\.safetensors"),
-    re.compile(r"-\d+-of-\d+\.(?P<variant>[\w-]+)\.safetensors"),
-    re.compile(r"\.safetensors\.index\.(?P<variant>[\w-]+)\.json"),
+_VARIANTS = (  # how the name of a single file or of an index tells its variant, now and before
+    re.compile(r"(\.(?P<variant>(?!.*-\d+-of-\d+)[\w-]+))?\.safetensors"),
+    re.compile(r"\.safetensors\.index(\.(?P<variant>[\w-]+))?\.json"),
     re.compile(r"\.safetensors\.(?P<variant>[\w-]+)\.index\.json"),
 )
 
 
-def variants_in(names: Iterable[str]) -> set[str]:
-    """Variants of weights among file names, which may be in folders; of diffusers' components and of transformers'."""
-    found = set()
+def variants_in(names: Iterable[str]) -> set[str | None]:
+    """Variants of weights among file names, which may be in folders; of diffusers' components and of transformers'. The
+    default ones are None; shards without their index are no weights."""
+    found: set[str | None] = set()
     for name in (name.rpartition("/")[2] for name in names):
         stem = next((stem for stem in (WEIGHTS_STEM, "model") if name.startswith(stem)), None)
         matches = (pattern.fullmatch(name[len(stem) :]) for pattern in _VARIANTS) if stem else ()
         found |= {match["variant"] for match in matches if match}
     return found
+
+
+def check_variant(place: object, names: Iterable[str], variant: str | None) -> None:
+    """Raises `CheckpointError` when no file has the variant, as when it is mistyped."""
+    found = variants_in(names)
+    if variant is not None and variant not in found:
+        there = ", ".join(name or "the default ones" for name in sorted(found, key=lambda name: name or ""))
+        raise CheckpointError(
+            f"{place}: expected weights of variant {variant!r}, found {there or 'none'}; choose another --variant or "
+            "leave it out"
+        )
 
 
 def open_checkpoint(folder: Path, variant: str | None = None, elsewhere: Iterable[str] = ()) -> Checkpoint:

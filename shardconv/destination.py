@@ -25,7 +25,7 @@ from .layout import REPLICATED_FILE
 
 JOURNAL_NAME = "progress.jsonl"  # what a folder under construction says about itself
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-_SET_FOLDER = re.compile(r"tp([1-9][0-9]*)")
+_SET_FOLDER = re.compile(r"tp([1-9][0-9]{0,5})")
 _RANK_FILE = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
 
 

@@ -11,7 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM, no_config, read_config, read_index, select_files
+from .checkpoint import (
+    CONFIG_NAME,
+    MANIFEST_NAME,
+    WEIGHTS_STEM,
+    check_variant,
+    no_config,
+    read_config,
+    read_index,
+    select_files,
+)
 from .errors import CheckpointError, HubError, ShardconvError
 from .header import MAX_HEADER_NBYTES
 from .hub import Listing, Repo
@@ -107,6 +116,9 @@ def fetch(repo: Repo, revision: str | None, subfolder: str | None, variant: str 
             listed = pipeline_components(folder)
         components = list(listed)
         cut = [name for name, (library, _) in listed.items() if library == "diffusers"]
+    here = Snapshot(repo, listing, Path(), (), temporary=False)
+    place = f"{'/'.join(filter(None, (repo.name, subfolder)))} at {listing.short_commit}"
+    check_variant(place, [name for each in {"", *components} for name in here.names_in(each)], variant)
     needed = _needed(repo, listing, components, variant)
     if MODEL_INDEX in first and MODEL_INDEX in listing.files:
         needed.small.extend([MODEL_INDEX, *(name for name in listing.files if _is_about(name))])

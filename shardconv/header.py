@@ -171,7 +171,7 @@ def _not_safetensors(path: Path, head: bytes, length: int, file_nbytes: int) -> 
         return f"{path.name}: a web page, not the weights; the download went wrong, fetch it again"
     if start.startswith((b"pk\x03\x04", b"\x80\x02", b"\x80\x04")):
         return f"{path.name}: a pickled PyTorch file under a .safetensors name; save it with safe_serialization=True"
-    if MAX_HEADER_NBYTES < length <= file_nbytes - 8 and head[8:9] == b"{":
+    if length > MAX_HEADER_NBYTES and head[8:9] == b"{":
         return (
             f"{path.name}: its header takes {length:,} bytes, readers of the format take at most {MAX_HEADER_NBYTES:,}"
             "; write its tensors into several files"

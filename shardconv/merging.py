@@ -68,6 +68,8 @@ def merge(
         OutputError: `out` is not empty, cannot be written or lacks room. Nothing is left behind.
     """
     path, out = Path(path), Path(out)
+    if out.is_symlink():
+        out = out.resolve()
     _check_place(path, out)
     jobs = every(lambda name: _prepare(path / name, name, max_shard_nbytes), components_in(path), SetError)
     is_pipeline = jobs[0].component != "" and (path / MODEL_INDEX).is_file()

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Literal
 
 from ._version import __version__
-from .checkpoint import Checkpoint, config_digest, match_names, open_checkpoint, shorten, unexpected_names, variants_in
+from .checkpoint import (
+    Checkpoint,
+    check_variant,
+    config_digest,
+    match_names,
+    open_checkpoint,
+    shorten,
+    unexpected_names,
+)
 from .destination import check_target, set_folder_name
 from .errors import CheckpointError, OutputError, PlanError, as_one, every
 from .facts import ModelFacts
@@ -71,18 +79,9 @@ def prepare(located: Located, subfolder: str | None, out: Path, options: Options
     with Planner(needs_torch=options.dtype is not None) as planner:
         with located.speaking():
             names = components(located, subfolder, options.plan is not None, planner)
-            _check_variant(located, subfolder, options.variant)
+            if not located.snapshot:
+                check_variant(located.folder / (subfolder or ""), located.names(subfolder), options.variant)
         return every(lambda name: _prepare(located, name, out, options, planner), names, CheckpointError)
-
-
-def _check_variant(located: Located, subfolder: str | None, variant: str | None) -> None:
-    """Raises `CheckpointError` when nothing of what is converted has the variant, as when it is mistyped."""
-    if variant is None:
-        return
-    found = variants_in(located.names(subfolder))
-    if variant not in found:
-        there = f"found {', '.join(sorted(found))}" if found else "found none at all, leave --variant out"
-        raise CheckpointError(f"{located.folder / (subfolder or '')}: no files of variant {variant!r}, {there}")
 
 
 def _prepare(located: Located, component: str, out: Path, options: Options, planner: Planner) -> Job:

@@ -285,6 +285,31 @@ def test_b4_a_variant_falls_back_component_by_component(pipe: Path, out: Path) -
     assert all(".fp16" in file.name for file in second_set.source.files)
 
 
+@pytest.mark.parametrize("options", [{}, {"subfolder": "transformer"}])
+def test_b4_a_variant_that_no_component_has(
+    pipe: Path, out: Path, capsys: pytest.CaptureFixture[str], options: dict[str, str]
+) -> None:
+    """An error that lists what there is, as diffusers' is one, of a pipeline and of one component of it."""
+    (pipe / "transformer" / "diffusion_pytorch_model.fp32.safetensors").write_bytes(b"not read")
+    with pytest.raises(ValueError, match="no such modeling files are available"):
+        diffusers.FluxPipeline.from_pretrained(pipe, variant="fp16")
+    for more in ({}, {"dry_run": True}):
+        message = toys.refused(capsys, CheckpointError, pipe, out, tp=2, variant="fp16", **options, **more)
+        assert message == (
+            f"{pipe / options.get('subfolder', '')}: expected weights of variant 'fp16', found the default ones, fp32; "
+            "choose another --variant or leave it out"
+        )
+
+
+def test_b4_a_variant_of_a_component_that_is_not_sharded(pipe: Path, out: Path) -> None:
+    """One component that has the variant is enough for a pipeline, not for the transformer alone."""
+    shutil.copy(pipe / "vae" / toys.SINGLE, pipe / "vae" / "diffusion_pytorch_model.fp16.safetensors")
+    with pytest.warns(ShardconvWarning, match="transformer: no files of variant 'fp16', the default ones are taken"):
+        convert(pipe, out, tp=2, variant="fp16")
+    with pytest.raises(CheckpointError, match="transformer: expected weights of variant 'fp16'"):
+        convert(pipe, out.with_name("alone"), tp=2, variant="fp16", subfolder="transformer")
+
+
 def test_every_sharded_component_is_checked_before_one_is_written(
     pipe: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

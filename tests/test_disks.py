@@ -349,7 +349,7 @@ def test_a_variant_that_nothing_has(pipe: Path, option: list[str], tmp_path: Pat
     argv = ["convert", "--tp", "2", "--variant", "fp61", *option, str(pipe), str(tmp_path / "out")]
     (pipe / "vae" / "diffusion_pytorch_model.fp16.safetensors").write_bytes(b"")
     assert main(argv) == 1
-    assert f"{pipe}: no files of variant 'fp61', found fp16" in capsys.readouterr().err
+    assert f"{pipe}: expected weights of variant 'fp61', found the default ones, fp16" in capsys.readouterr().err
     argv[4] = "fp16"
     assert main(argv) == 0
 
@@ -364,7 +364,7 @@ def test_a_variant_that_a_repo_lacks(
     assert main(["convert", "--tp", "2", "--variant", "fp16", option, "org/flux", str(tmp_path / "out")]) == 1
     said = capsys.readouterr().err
     assert "org/flux at" in said
-    assert "no files of variant 'fp16', found bf16" in said
+    assert "expected weights of variant 'fp16', found the default ones, bf16" in said
 
 
 # Overwriting

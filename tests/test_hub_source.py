@@ -89,6 +89,35 @@ def test_b4_only_the_variant_is_downloaded(
     assert manifest.source.variant == "fp16"
 
 
+@pytest.mark.parametrize("options", [{}, {"low_disk": True}, {"dry_run": True}])
+@pytest.mark.parametrize(("part", "where"), [({"tp": 2}, f"{REPO} at "), (PART, f"{REPO}/transformer at ")])
+def test_b4_a_variant_that_the_repo_lacks(
+    hub: StandInHub, repo: Repo, client: Any, tmp_path: Path, part: Any, where: str, options: Any
+) -> None:
+    """Refused with the variants that there are, before a weight file is asked for."""
+    with pytest.raises(CheckpointError) as caught:
+        convert(REPO, tmp_path / "out", **part, **options, variant="bf16")
+    assert str(caught.value).startswith(where)
+    assert str(caught.value).endswith(
+        ": expected weights of variant 'bf16', found the default ones, fp16; choose another --variant or leave it out"
+    )
+    assert not [name for name in hub.fetched(REPO) if name.endswith(".safetensors")]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [{"low_disk": True}, {"dry_run": True}, {}])
+def test_a_header_beyond_the_limit_is_told_of_a_repo_too(
+    hub: StandInHub, pipe: Path, client: Any, tmp_path: Path, options: Any
+) -> None:
+    """However the file is looked at: the declared length and what the format allows."""
+    data = struct.pack("<Q", 100_000_001) + b'{"a":' + bytes(300_000)
+    hub.add_repo("org/long", {"config.json": (pipe / "transformer" / "config.json").read_bytes(), toys.SINGLE: data})
+    with pytest.raises(
+        CheckpointError, match="its header takes 100,000,001 bytes, readers of the format take at most 100,000,000"
+    ):
+        convert("org/long", tmp_path / "out", tp=2, **options)
+
+
 @pytest.mark.parametrize("variant", ["fp16", None])
 def test_b4_of_each_component_one_variant_is_downloaded(
     hub: StandInHub, repo: Repo, client: Any, pipe: Path, tmp_path: Path, variant: str | None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import toys
 from safetensors.torch import load_file
 
 import shardconv
@@ -102,6 +103,35 @@ def test_out_must_be_empty(source: Path, tmp_path: Path) -> None:
     (tmp_path / "merged" / "mine.txt").unlink()
     merge(tmp_path / "out", tmp_path / "merged")
     assert same(weights(tmp_path / "merged"), weights(source))
+
+
+GIVEN = ("out", "out/transformer", "out/transformer/tp2", "link", "link/tp2")
+INSIDE = (
+    "out/transformer", "out/transformer/tp2", "out/transformer/merged", "out/transformer/tp8",
+    "out/transformer/tp2/merged", "link/new/merged", "linked-set", ".", "out/transformer/../transformer/new",
+)  # fmt: skip
+
+
+def test_i2_a_set_is_not_merged_into_itself(source: Path, tmp_path: Path) -> None:
+    """OUT as the set, its component or its pipeline, in it or around it, under any name: refused, nothing written."""
+    out = pipeline(source, tmp_path / "out")
+    (tmp_path / "link").symlink_to(out / "transformer")
+    (tmp_path / "linked-set").symlink_to(out / "transformer" / "tp2")
+    before = toys.listing(tmp_path)
+    for given, to in [*((given, to) for given in GIVEN for to in INSIDE), ("out", "out"), ("out", "out/new")]:
+        with pytest.raises(shardconv.OutputError, match=r"lies inside|expected a new or empty folder"):
+            merge(tmp_path / given, tmp_path / to)
+    assert toys.listing(tmp_path) == before
+
+
+def test_an_empty_folder_may_be_a_link(source: Path, tmp_path: Path) -> None:
+    """OUT as a link to an empty folder on another disk: the checkpoint comes to stand there."""
+    shardconv.convert(source, tmp_path / "out", tp=2)
+    (tmp_path / "elsewhere" / "empty").mkdir(parents=True)
+    (tmp_path / "merged").symlink_to(tmp_path / "elsewhere" / "empty")
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert same(weights(tmp_path / "elsewhere" / "empty"), weights(source))
+    assert (tmp_path / "merged").is_symlink()
 
 
 def pipeline(source: Path, folder: Path) -> Path:

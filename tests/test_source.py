@@ -141,14 +141,38 @@ def test_b4_without_a_variant_its_files_are_not_read(source: Path, out: Path) ->
     assert [file.name for file in manifest.source.files] == list(SHARDS)
 
 
-def test_b4_a_variant_that_nothing_has_is_refused(source: Path, refused: Refused) -> None:
-    """A variant of which there is no file at all is an error, as it may be mistyped; it lists those there are."""
-    said = f"{source}: no files of variant 'bf16', found "
-    assert refused(CheckpointError, variant="bf16") == f"{said}none at all, leave --variant out"
-    for name in ("diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.int8-00001-of-00002.safetensors",
-                 "diffusion_pytorch_model.safetensors.index.fp8.json"):  # fmt: skip
-        (source / name).write_bytes(b"")
-    assert refused(CheckpointError, variant="bf16") == f"{said}fp16, fp8, int8"
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "found"),
+    [
+        ([], "the default ones"),
+        ([f"{STEM}.fp32.safetensors", f"{STEM}.fp32-00001-of-00002.safetensors"], "the default ones, fp32"),
+        ([f"{STEM}.safetensors.index.fp32.json", f"{STEM}.safetensors.non_ema.index.json"],
+         "the default ones, fp32, non_ema"),
+        ([f"{STEM}.bf16.bin", f"{STEM}-00001-of-00002.bf16.safetensors"], "the default ones"),
+    ],
+)  # fmt: skip
+def test_b4_a_variant_of_which_there_is_nothing(
+    source: Path, refused: Refused, saved: list[str], found: str, dry_run: bool
+) -> None:
+    """A folder without weights of the variant is refused, as by `from_pretrained`, with the variants that there are;
+    pickled ones and shards without their index are none."""
+    for name in saved:
+        (source / name).write_bytes(b"not read")
+    with pytest.raises(OSError, match="no file named"):
+        diffusers.ToyTransformer.from_pretrained(source, variant="bf16", use_safetensors=True)
+    options = {"dry_run": True} if dry_run else {}
+    assert refused(variant="bf16", **options) == (
+        f"{source}: expected weights of variant 'bf16', found {found}; choose another --variant or leave it out"
+    )
+
+
+def test_b4_the_only_weights_are_of_another_variant(source: Path, refused: Refused) -> None:
+    """The default files are not among what is offered where there are none."""
+    for name in (INDEX, *SHARDS):
+        (source / name).unlink()
+    toys.save(toys.build(diffusers.ToyTransformer), source, variant="fp16")
+    assert "expected weights of variant 'bf16', found fp16; choose" in refused(variant="bf16")
 
 
 def test_b6_a_tensor_that_the_index_lacks(source: Path, refused: Refused) -> None:
