@@ -26,7 +26,7 @@ from typing import Any
 
 import xxhash
 
-from shardconv.pagecache import is_cached
+from shardconv.system.pagecache import is_cached
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -36,7 +36,7 @@ READ = 'for file do dd if="$file" of=/dev/null bs=8M status=none || exit 1; done
 CHILD_LIMIT_S = 1800
 COLD = (
     "each contestant's weight files are fsynced and dropped with posix_fadvise(POSIX_FADV_DONTNEED) before its turn, "
-    "nothing else is; that they are gone is checked with mincore (shardconv.pagecache.is_cached)"
+    "nothing else is; that they are gone is checked with mincore (shardconv.system.pagecache.is_cached)"
 )
 WARM = "each contestant's weight files are read whole before its turn, and mincore says that they are in memory"
 

@@ -16,12 +16,12 @@ from typing import BinaryIO
 
 import torch
 
-from shardconv.crew import Crew, check_stop
 from shardconv.cut import Cut
 from shardconv.dtypes import torch_dtype
 from shardconv.errors import SetError
 from shardconv.header import TensorEntry
 from shardconv.sets import SetFile
+from shardconv.system.crew import Crew, check_stop
 
 from .transfer import CHUNK_NBYTES, READERS
 

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from shardconv import models
-from shardconv.crew import PATIENCE_S, Crew, check_stop, stoppable
 from shardconv.dtypes import torch_dtype
 from shardconv.errors import LoadError, SetError, ShardconvWarning, UsageError
 from shardconv.header import CAST_FLOATS, REAL_FLOATS, FileHeader
 from shardconv.manifest import Manifest
-from shardconv.pagecache import is_cached
+from shardconv.system.crew import PATIENCE_S, Crew, check_stop, stoppable
+from shardconv.system.pagecache import is_cached
 
 from . import remote
 from .agreement import heed, one_call, together

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from shardconv.crew import stoppable
 from shardconv.destination import sets_in, unfinished_degree
 from shardconv.errors import LoadError, SetError, UsageError
 from shardconv.models import DIFFUSERS
 from shardconv.sources import MODEL_INDEX, pipeline_components
+from shardconv.system.crew import stoppable
 
 from . import remote
 from .agreement import heed, one_call, together

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from shardconv.checkpoint import CONFIG_NAME, MANIFEST_NAME
-from shardconv.crew import stoppable
 from shardconv.destination import set_folder_name
 from shardconv.errors import HubError, LoadError, SetError, UsageError
 from shardconv.fetching import component_files
 from shardconv.hub import Listing, RemoteFile, Repo, cache_folder, degrees_in, is_repo_name
 from shardconv.layout import REPLICATED_FILE, rank_file_name
 from shardconv.sources import MODEL_INDEX, pipeline_components
+from shardconv.system.crew import stoppable
 from shardconv.tokens import usable_token
 
 from .agreement import heed, together

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 
-from shardconv.crew import Crew, check_stop
 from shardconv.dtypes import torch_dtype
 from shardconv.errors import SetError, ShardconvWarning
 from shardconv.header import DATA_ALIGNMENT, FileHeader, TensorEntry
-from shardconv.pagecache import is_cached
+from shardconv.system.crew import Crew, check_stop
+from shardconv.system.pagecache import is_cached
 
 # One thread copies 5 to 10 GB/s out of the page cache, so a bus of 50 GB/s wants eight; they pin 128 MiB together, no
 # more than four with chunks twice as long, and pinning costs time.

@@ -18,8 +18,8 @@ import xxhash
 
 from .errors import CheckpointError
 from .header import FileHeader, TensorEntry
-from .jsonfile import parse, read_bounded
-from .links import strange_link
+from .system.jsonfile import parse, read_bounded
+from .system.links import strange_link
 
 CONFIG_NAME = "config.json"
 MANIFEST_NAME = "shardconv.json"  # of a converted set

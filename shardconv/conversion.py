@@ -29,14 +29,14 @@ from .destination import (
 from .errors import CheckpointError, Interrupted, OutputError, SetError, ShardconvWarning, UsageError
 from .fetching import Snapshot
 from .journal import Journal, conversion_key, finished
-from .links import followed
 from .manifest import Manifest
-from .pagecache import ReadAhead
 from .plan import Plan, parse_plan, read_plan_file
 from .preparation import DTYPES, Forecast, Job, Options, prepare
 from .sets import open_files
 from .slices import write_headers
 from .sources import cold_weights, locate, rest_of_pipeline
+from .system.links import followed
+from .system.pagecache import ReadAhead
 
 READ_AHEAD_NBYTES = 6 * 1000**3  # what a disk gives while Python imports; more could push out what is needed first
 

@@ -19,12 +19,12 @@ from typing import TypeVar
 import numpy as np
 import xxhash
 
-from .cores import usable_cores
 from .cut import Rows, runs
 from .errors import CheckpointError
 from .header import DTYPE_BITS, nbytes_of
 from .layout import ConvertPlan, StoredTensor
-from .pagecache import drop, start_writeback
+from .system.cores import usable_cores
+from .system.pagecache import drop, start_writeback
 
 CHUNK_NBYTES = 8 << 20  # bytes read at once by a worker
 WRITE_NBYTES = 1 << 20  # bytes written at once; larger writes stalled in the kernel (benchmarks/README.md, log)

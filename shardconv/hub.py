@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .checkpoint import MANIFEST_NAME
-from .crew import PATIENCE_S, Crew, check_stop
 from .destination import degree_of
 from .errors import HubError
 from .hub_cache import Cache, digest_of, discard, has_length
 from .hub_errors import NOT_CACHED, patiently
-from .jsonfile import MAX_JSON_NBYTES
+from .system.crew import PATIENCE_S, Crew, check_stop
+from .system.jsonfile import MAX_JSON_NBYTES
 from .tokens import known_secrets, login_issue, usable_token
 
 FETCHING = 8  # files at once

@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 
 from .errors import PlanError
-from .jsonfile import parse
+from .system.jsonfile import parse
 
 
 class Style(str, Enum):

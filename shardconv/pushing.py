@@ -12,8 +12,6 @@ from . import card
 from ._version import __version__
 from .access import make_ready, owed_to_sources
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME
-from .cores import usable_cores
-from .crew import PATIENCE_S, Crew
 from .destination import is_set_file
 from .errors import HubError, Interrupted, SetError, UsageError
 from .hub import Listing, RemoteFile, Repo, card_metadata, degrees_in, front_matter, is_repo_name
@@ -21,6 +19,8 @@ from .hub_cache import digest_of
 from .manifest import Manifest
 from .sendable import Sendable, SendableSet, sendable
 from .sources import MODEL_INDEX
+from .system.cores import usable_cores
+from .system.crew import PATIENCE_S, Crew
 from .tokens import usable_token
 from .verifying import NewProgress, verify
 

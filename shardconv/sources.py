@@ -13,10 +13,10 @@ from . import models
 from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, read_config, refuse_file
 from .destination import is_hidden
 from .errors import CheckpointError, Interrupted, PlanError, UsageError
-from .jsonfile import parse, read_bounded
-from .links import files_in, link_issues
-from .pagecache import is_cached
 from .planner import Planner
+from .system.jsonfile import parse, read_bounded
+from .system.links import files_in, link_issues
+from .system.pagecache import is_cached
 
 if TYPE_CHECKING:
     from .fetching import Snapshot

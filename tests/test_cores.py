@@ -11,8 +11,9 @@ import small_sets
 
 import loader
 from loader import validate
-from shardconv import cores, engine, verify
-from shardconv.cores import usable_cores
+from shardconv import engine, verify
+from shardconv.system import cores
+from shardconv.system.cores import usable_cores
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shardconv.crew import Crew, Stopped, check_stop, stoppable
+from shardconv.system.crew import Crew, Stopped, check_stop, stoppable
 
 SOON = 3  # seconds
 
@@ -159,7 +159,7 @@ def test_results_and_errors_are_not_kept() -> None:
 def test_the_interpreter_does_not_wait_at_its_end() -> None:
     """A process that was told to end does so although a thread of a crew hangs."""
     code = """
-from shardconv.crew import stoppable
+from shardconv.system.crew import stoppable
 import time
 def heed():
     raise SystemExit("not wanted")

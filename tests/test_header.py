@@ -1,4 +1,4 @@
-"""`shardconv.header`: what we write every reader opens, and what is broken is refused by name and with its reason."""
+"""`shardconv.header`: what we write every reader opens, what is broken is refused by name and reason."""
 
 from __future__ import annotations
 

@@ -21,9 +21,10 @@ from toys import INDEX, SHARDS
 
 import loader
 import shardconv
-from shardconv import CheckpointError, Manifest, SetError, links
+from shardconv import CheckpointError, Manifest, SetError
 from shardconv.cli.main import main
-from shardconv.gitindex import tracked_links
+from shardconv.system import links
+from shardconv.system.gitindex import tracked_links
 
 COMMIT = "c" * 40
 OUTSIDE = "a link that leads out of its folder, to {}; put the file itself there"

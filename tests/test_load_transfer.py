@@ -21,7 +21,7 @@ import shardconv
 from loader import transfer
 from loader.transfer import map_file, read_file
 from shardconv.header import DATA_ALIGNMENT, FileHeader, TensorEntry, encode_header
-from shardconv.pagecache import is_cached
+from shardconv.system.pagecache import is_cached
 
 CPU = torch.device("cpu")
 KB, MB = 1 << 10, 1 << 20

@@ -1,4 +1,4 @@
-"""`shardconv.plan`: what a class or a file may say becomes rules; whatever else it says is refused, all at once."""
+"""`shardconv.plan`: what a class or a file may say becomes rules; all else is refused at once."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import pytest
 
 import loader
 from loader import readahead
-from shardconv.pagecache import drop, is_cached
+from shardconv.system.pagecache import drop, is_cached
 
 NBYTES = 20_000_000
 

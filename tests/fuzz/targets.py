@@ -20,13 +20,13 @@ from shardconv.checkpoint import config_digest, open_checkpoint
 from shardconv.cut import Cut
 from shardconv.errors import ShardconvError
 from shardconv.header import FileHeader
-from shardconv.jsonfile import parse
 from shardconv.layout import StoredTensor, file_header
 from shardconv.manifest import FileRecord, Manifest, Source, SourceFileRecord, _from_json
 from shardconv.merging import merge
 from shardconv.plan import REPLICATED, Rule, Style, read_plan_file
 from shardconv.sets import open_files
 from shardconv.sources import pipeline_components
+from shardconv.system.jsonfile import parse
 
 MAX_ISSUE_LENGTH = 2000  # characters of one fault; a message must not repeat a megabyte of input
 STEM = "diffusion_pytorch_model"

@@ -1,0 +1,1 @@
+"""The machine: files, paths, locks, memory. Knows nothing of models; imports nothing of ours but errors."""
