@@ -23,10 +23,10 @@ from common import GB, MIB
 
 from shardconv import Manifest
 from shardconv.checkpoint import MANIFEST_NAME, config_digest
-from shardconv.cut import Cut
-from shardconv.layout import StoredTensor, plan_layout
-from shardconv.manifest import Source, SourceFileRecord
-from shardconv.plan import REPLICATED, Rule, Style
+from shardconv.format.cut import Cut
+from shardconv.format.layout import StoredTensor, plan_layout
+from shardconv.format.manifest import Source, SourceFileRecord
+from shardconv.format.plan import REPLICATED, Rule, Style
 from shardconv.slices import write_headers
 
 TP, NEW_TP = 4, 6

@@ -147,7 +147,7 @@ def _ours(job: Job, verify: bool = False) -> Load:
 
 def _transfer(job: Job) -> Load:
     from loader.transfer import read_file
-    from shardconv.header import FileHeader
+    from shardconv.format.header import FileHeader
 
     def load() -> tuple[Tensors, Any]:
         found: dict[str, torch.Tensor] = {}

@@ -26,10 +26,10 @@ from torch import nn
 
 from shardconv.auto_rows import AUTO_ROWS, auto_rows
 from shardconv.catalogue import cases
-from shardconv.cut import Cut
 from shardconv.errors import ShardconvError
+from shardconv.format.cut import Cut
+from shardconv.format.plan import Plan, parse_plan
 from shardconv.models import class_plan
-from shardconv.plan import Plan, parse_plan
 from shardconv.resolve import Resolution, resolve
 
 from .parallel import parallelize, take_slice

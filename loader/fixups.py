@@ -10,7 +10,7 @@ from torch import nn
 
 from shardconv.catalogue import entry_of
 from shardconv.catalogue.entry import places_of
-from shardconv.cut import Cut
+from shardconv.format.cut import Cut
 from shardconv.heads import local_attributes
 
 from .linear import sum_over_ranks

@@ -16,11 +16,11 @@ from typing import BinaryIO
 
 import torch
 
-from shardconv.cut import Cut
-from shardconv.dtypes import torch_dtype
 from shardconv.errors import SetError
-from shardconv.header import TensorEntry
-from shardconv.sets import SetFile
+from shardconv.format.cut import Cut
+from shardconv.format.dtypes import torch_dtype
+from shardconv.format.header import TensorEntry
+from shardconv.format.sets import SetFile
 from shardconv.system.crew import Crew, check_stop
 
 from .transfer import CHUNK_NBYTES, READERS

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardconv.plan import Style
+from shardconv.format.plan import Style
 
 
 def sum_over_ranks(partial: torch.Tensor, group_name: str) -> torch.Tensor:

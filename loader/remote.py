@@ -15,8 +15,8 @@ from shardconv.checkpoint import CONFIG_NAME, MANIFEST_NAME
 from shardconv.destination import set_folder_name
 from shardconv.errors import HubError, LoadError, SetError, UsageError
 from shardconv.fetching import component_files
+from shardconv.format.layout import REPLICATED_FILE, rank_file_name
 from shardconv.hub import Listing, RemoteFile, Repo, cache_folder, degrees_in, is_repo_name
-from shardconv.layout import REPLICATED_FILE, rank_file_name
 from shardconv.sources import MODEL_INDEX, pipeline_components
 from shardconv.system.crew import stoppable
 from shardconv.tokens import usable_token

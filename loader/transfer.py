@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from shardconv.dtypes import torch_dtype
 from shardconv.errors import SetError, ShardconvWarning
-from shardconv.header import DATA_ALIGNMENT, FileHeader, TensorEntry
+from shardconv.format.dtypes import torch_dtype
+from shardconv.format.header import DATA_ALIGNMENT, FileHeader, TensorEntry
 from shardconv.system.crew import Crew, check_stop
 from shardconv.system.pagecache import is_cached
 

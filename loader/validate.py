@@ -14,11 +14,11 @@ import xxhash
 
 from shardconv import models
 from shardconv.checkpoint import config_digest, read_config
-from shardconv.cut import Cut
 from shardconv.errors import PlanError, SetError
-from shardconv.manifest import Manifest
+from shardconv.format.cut import Cut
+from shardconv.format.manifest import Manifest
+from shardconv.format.sets import SetFile, component_of, open_files
 from shardconv.resolve import Resolution, resolve
-from shardconv.sets import SetFile, component_of, open_files
 from shardconv.system.cores import usable_cores
 from shardconv.system.crew import PATIENCE_S, Crew, check_stop
 

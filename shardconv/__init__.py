@@ -17,7 +17,7 @@ from .errors import (
     ShardconvWarning,
     UsageError,
 )
-from .manifest import Manifest
+from .format.manifest import Manifest
 from .merging import merge
 from .pushing import push
 from .resharding import reshard

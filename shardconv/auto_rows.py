@@ -11,7 +11,7 @@ from typing import Any, Final
 from .catalogue import entry_of
 from .catalogue.entry import places_of
 from .errors import PlanError
-from .plan import Plan, Rule, Style
+from .format.plan import Plan, Rule, Style
 
 AUTO_ROWS: Final = "auto-rows"  # what a person writes instead of a plan file
 _RULE = Rule(Style.ROWWISE_SPLIT_INPUT)

@@ -17,7 +17,7 @@ from .catalogue.cases import CASES
 from .checkpoint import read_config
 from .children import ranks_failed, run_together
 from .errors import UsageError
-from .plan import Plan, plan_to_json
+from .format.plan import Plan, plan_to_json
 
 TOLERANCE = 1e-5  # largest difference of an output, relative to the largest value in it
 _LAYERS = re.compile(r"layer|blocks|depth$|capacity_factors")  # config keys that say how many layers there are

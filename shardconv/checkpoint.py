@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from .errors import CheckpointError
-from .header import FileHeader, TensorEntry
+from .format.header import FileHeader, TensorEntry
 from .system.jsonfile import parse, read_bounded
 from .system.links import strange_link
 

@@ -28,11 +28,11 @@ from .destination import (
 )
 from .errors import CheckpointError, Interrupted, OutputError, SetError, ShardconvWarning, UsageError
 from .fetching import Snapshot
+from .format.manifest import Manifest
+from .format.plan import Plan, parse_plan, read_plan_file
+from .format.sets import open_files
 from .journal import Journal, conversion_key, finished
-from .manifest import Manifest
-from .plan import Plan, parse_plan, read_plan_file
 from .preparation import DTYPES, Forecast, Job, Options, prepare
-from .sets import open_files
 from .slices import write_headers
 from .sources import cold_weights, locate, rest_of_pipeline
 from .system.links import followed

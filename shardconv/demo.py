@@ -13,8 +13,8 @@ from . import small_models
 from .children import run_together
 from .conversion import convert
 from .errors import Interrupted, ShardconvError, UsageError
-from .manifest import Manifest
-from .summary import human, summarize
+from .format.manifest import Manifest
+from .format.summary import human, summarize
 
 TP = 2
 TOLERANCE = 1e-5  # largest difference, relative to the largest output, in fp32

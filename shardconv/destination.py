@@ -21,7 +21,7 @@ from types import TracebackType
 
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM
 from .errors import HubError, OutputError, ShardconvError
-from .layout import REPLICATED_FILE
+from .format.layout import REPLICATED_FILE
 
 JOURNAL_NAME = "progress.jsonl"  # what a folder under construction says about itself
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW

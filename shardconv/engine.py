@@ -19,10 +19,10 @@ from typing import TypeVar
 import numpy as np
 import xxhash
 
-from .cut import Rows, runs
 from .errors import CheckpointError
-from .header import DTYPE_BITS, nbytes_of
-from .layout import ConvertPlan, StoredTensor
+from .format.cut import Rows, runs
+from .format.header import DTYPE_BITS, nbytes_of
+from .format.layout import ConvertPlan, StoredTensor
 from .system.cores import usable_cores
 from .system.pagecache import drop, start_writeback
 
@@ -362,7 +362,7 @@ def _cast(data: memoryview, source: str, target: str) -> memoryview:
         return data
     import torch
 
-    from .dtypes import torch_dtype
+    from .format.dtypes import torch_dtype
 
     tensor = torch.frombuffer(data, dtype=torch_dtype(source)).to(torch_dtype(target))
     return tensor.view(torch.uint8).numpy().data

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from . import models
 from .auto_rows import auto_rows
-from .cut import Cut
 from .errors import PlanError
+from .format.cut import Cut
+from .format.plan import Plan, Rule, Style
 from .heads import head_counts
-from .plan import Plan, Rule, Style
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from .checkpoint import (
     select_files,
 )
 from .errors import CheckpointError, HubError, ShardconvError
-from .header import MAX_HEADER_NBYTES
+from .format.header import MAX_HEADER_NBYTES
 from .hub import Listing, Repo
 from .sources import MODEL_INDEX, pipeline_components
 

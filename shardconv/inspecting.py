@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import MANIFEST_NAME
-from .cut import Cut
 from .errors import SetError
-from .header import FileHeader, nbytes_of
-from .manifest import Manifest
-from .plan import REPLICATED
-from .sets import about_file, components_in, set_folders
+from .format.cut import Cut
+from .format.header import FileHeader, nbytes_of
+from .format.manifest import Manifest
+from .format.plan import REPLICATED
+from .format.sets import about_file, components_in, set_folders
 
 SHARDED = "sharded"  # the style of a rank file's tensors where no manifest says more
 STORED = "stored"  # that of a file which is not of a set

@@ -17,7 +17,7 @@ import xxhash
 
 from .destination import JOURNAL_NAME, sync_folder
 from .engine import TensorDigests
-from .manifest import Manifest
+from .format.manifest import Manifest
 
 INTERVAL_S = 5.0  # between two syncs; a kill costs the work of about that long
 

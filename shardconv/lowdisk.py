@@ -17,9 +17,9 @@ from . import engine
 from .destination import claimed
 from .errors import OutputError
 from .fetching import Snapshot
+from .format.layout import ConvertPlan
 from .hub_cache import digest_of
 from .journal import Journal
-from .layout import ConvertPlan
 from .preparation import Job
 
 _STAGING = ".shardconv.source-"  # what the name of a folder for downloads begins with

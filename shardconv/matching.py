@@ -13,8 +13,8 @@ from typing import Any
 
 from .catalogue import entry_of
 from .catalogue.entry import is_across_heads, normalized_widths, places_of, widths_beside
-from .cut import Cut, block_sizes
-from .plan import Plan, Rule, Style
+from .format.cut import Cut, block_sizes
+from .format.plan import Plan, Rule, Style
 
 _NORMS = ("RMSNorm", "LayerNorm", "LpNorm")  # torch's and diffusers': those whose statistics ranks can sum
 

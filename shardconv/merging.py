@@ -12,10 +12,10 @@ from . import engine
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM, config_digest, read_config
 from .destination import PartialFolder, check_space, copied_nbytes, link_files, remove_folders
 from .errors import OutputError, SetError, every
-from .header import TensorEntry, encode_header, nbytes_of
-from .layout import StoredTensor
-from .manifest import Manifest
-from .sets import SetFile, any_set, component_of, components_in, open_files
+from .format.header import TensorEntry, encode_header, nbytes_of
+from .format.layout import StoredTensor
+from .format.manifest import Manifest
+from .format.sets import SetFile, any_set, component_of, components_in, open_files
 from .slices import check_digests, slices_of
 from .sources import MODEL_INDEX, rest_of_pipeline
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .catalogue import ENTRIES, entry_of, expand
 from .catalogue.entry import places_of, refused
 from .errors import CheckpointError, PlanError
-from .plan import Plan, parse_plan
+from .format.plan import Plan, parse_plan
 
 if TYPE_CHECKING:
     import torch

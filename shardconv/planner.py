@@ -21,7 +21,7 @@ from typing import Any, Literal
 from . import models
 from .children import how_ended
 from .facts import ModelFacts, model_facts
-from .plan import Plan, parse_plan, plan_to_json
+from .format.plan import Plan, parse_plan, plan_to_json
 
 LOG = logging.getLogger(__name__)
 

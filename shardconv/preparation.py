@@ -20,10 +20,10 @@ from .checkpoint import (
 from .destination import check_target, set_folder_name
 from .errors import CheckpointError, OutputError, PlanError, as_one, every
 from .facts import ModelFacts
-from .layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
-from .manifest import FileRecord, Manifest, Source, SourceFileRecord
+from .format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
+from .format.manifest import FileRecord, Manifest, Source, SourceFileRecord
+from .format.plan import Plan
 from .models import kept_in_fp32
-from .plan import Plan
 from .planner import Planner
 from .sources import Located, components
 

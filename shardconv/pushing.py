@@ -14,9 +14,9 @@ from .access import make_ready, owed_to_sources
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .destination import is_set_file
 from .errors import HubError, Interrupted, SetError, UsageError
+from .format.manifest import Manifest
 from .hub import Listing, RemoteFile, Repo, card_metadata, degrees_in, front_matter, is_repo_name
 from .hub_cache import digest_of
-from .manifest import Manifest
 from .sendable import Sendable, SendableSet, sendable
 from .sources import MODEL_INDEX
 from .system.cores import usable_cores

@@ -25,10 +25,10 @@ from .destination import (
     unfinished,
 )
 from .errors import OutputError, SetError, ShardconvWarning, UsageError, every
-from .layout import SetLayout, plan_layout
-from .manifest import FileRecord, Manifest
-from .plan import REPLICATED
-from .sets import SetFile, any_set, component_of, components_in, open_files
+from .format.layout import SetLayout, plan_layout
+from .format.manifest import FileRecord, Manifest
+from .format.plan import REPLICATED
+from .format.sets import SetFile, any_set, component_of, components_in, open_files
 from .slices import check_digests, slices_of, write_headers
 from .sources import MODEL_INDEX, rest_of_pipeline
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .cut import Cut, legal_degrees
 from .errors import PlanError
+from .format.cut import Cut, legal_degrees
+from .format.plan import Plan, Style
 from .heads import head_counts
 from .matching import Findings, PlannedModule, colwise_names, match, match_parameters
 from .models import tied_names
-from .plan import Plan, Style
 from .sense import check_sense
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .destination import degree_of, is_hidden, sets_in, unfinished_degree
 from .errors import SetError, ShardconvError, UsageError
-from .manifest import Manifest
+from .format.manifest import Manifest
 from .sources import MODEL_INDEX, pipeline_components
 from .system.links import files_in, leads_out, link_issues
 

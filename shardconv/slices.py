@@ -10,9 +10,9 @@ import xxhash
 
 from .engine import Extent, RouteDigests, write_all
 from .errors import SetError
-from .layout import SetLayout, file_header
-from .manifest import FileRecord, Manifest
-from .sets import SetFile
+from .format.layout import SetLayout, file_header
+from .format.manifest import FileRecord, Manifest
+from .format.sets import SetFile
 
 
 def slices_of(manifest: Manifest, files: Sequence[SetFile]) -> dict[str, list[Extent]]:

@@ -11,11 +11,11 @@ from . import engine
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME, Checkpoint, config_digest, open_checkpoint, read_config
 from .destination import degree_of, is_hidden, is_set_file
 from .errors import SetError, ShardconvError
-from .header import FileHeader
-from .layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
-from .manifest import Manifest
+from .format.header import FileHeader
+from .format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
+from .format.manifest import Manifest
+from .format.sets import component_of, components_in, read_files, set_folders
 from .models import kept_in_fp32
-from .sets import component_of, components_in, read_files, set_folders
 from .sources import locate
 
 NewProgress = Callable[[str, int], engine.Progress]

@@ -21,7 +21,7 @@ from loader import check_ranks, fixups, linear, norms, parallel
 from shardconv import small_models
 from shardconv.catalogue import ENTRIES, cases
 from shardconv.errors import LoadError, ShardconvWarning
-from shardconv.plan import Plan
+from shardconv.format.plan import Plan
 
 for _name in cases.CASES.keys() & set(dir(diffusers)):
     getattr(diffusers, _name)

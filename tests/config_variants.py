@@ -19,7 +19,7 @@ import diffusers
 import torch
 
 from shardconv.catalogue import cases
-from shardconv.plan import Plan
+from shardconv.format.plan import Plan
 
 _SHARED = ("attention", "attention_processor", "normalization", "activations", "embeddings")
 _CALLED = {"timestep_activation_fn": "act_fn", "dense_moe_strategy": "strategy"}  # how the key's value is called inside

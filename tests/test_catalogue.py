@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 import shardconv
 from shardconv.catalogue import ENTRIES, cases
 from shardconv.errors import PlanError
+from shardconv.format.plan import Rule, Style
 from shardconv.merging import merge
 from shardconv.models import class_plan
-from shardconv.plan import Rule, Style
 from shardconv.resolve import resolve
 
 pytestmark = [

@@ -20,8 +20,8 @@ import torch
 import shardconv
 from shardconv.catalogue import ENTRIES, cases
 from shardconv.errors import PlanError
+from shardconv.format.plan import Rule, Style
 from shardconv.models import class_plan
-from shardconv.plan import Rule, Style
 from shardconv.resolve import resolve
 
 pytestmark = [

@@ -153,7 +153,7 @@ def test_what_cannot_be_checked_is_refused() -> None:
 @pytest.mark.slow
 def test_plans_prints_a_plan_file(capsys: pytest.CaptureFixture[str]) -> None:
     """`plans CLASS` prints what `--plan` reads; a class that is not in the catalogue is a usage error."""
-    from shardconv.plan import parse_plan
+    from shardconv.format.plan import parse_plan
 
     assert main(["plans", "MochiTransformer3DModel"]) == 0
     plan = json.loads(capsys.readouterr().out)

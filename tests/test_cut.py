@@ -1,4 +1,4 @@
-"""`shardconv.cut` against the obvious oracle: torch's own split, chunk and cat."""
+"""`shardconv.format.cut` against the obvious oracle: torch's own split, chunk and cat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardconv.cut import Cut, Rows, block_sizes, legal_degrees, rows_of, runs
+from shardconv.format.cut import Cut, Rows, block_sizes, legal_degrees, rows_of, runs
 
 if TYPE_CHECKING:
     import torch

@@ -27,7 +27,7 @@ import loader
 import shardconv
 from shardconv import CheckpointError, OutputError, SetError, conversion, destination, lowdisk
 from shardconv.cli.main import main
-from shardconv.header import FileHeader
+from shardconv.format.header import FileHeader
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 
 from shardconv import engine
 from shardconv.checkpoint import SourceFile, SourceTensor
-from shardconv.cut import Cut
 from shardconv.errors import CheckpointError
-from shardconv.header import FileHeader
-from shardconv.layout import ConvertPlan, file_header, plan_layout, stored_tensors
-from shardconv.plan import Style
+from shardconv.format.cut import Cut
+from shardconv.format.header import FileHeader
+from shardconv.format.layout import ConvertPlan, file_header, plan_layout, stored_tensors
+from shardconv.format.plan import Style
 
 ID = "0123456789abcdef" * 2
 DTYPES = [

@@ -1,4 +1,4 @@
-"""`shardconv.header`: what we write every reader opens, what is broken is refused by name and reason."""
+"""`shardconv.format.header`: what we write every reader opens, what is broken is refused by name and reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardconv.errors import CheckpointError
-from shardconv.header import DTYPE_BITS, MAX_HEADER_NBYTES, FileHeader, TensorEntry, encode_header
+from shardconv.format.header import DTYPE_BITS, MAX_HEADER_NBYTES, FileHeader, TensorEntry, encode_header
 
 BYTE = entry("U8", [1], 0, 1)  # a tensor of one byte
 HUGE = 2**63

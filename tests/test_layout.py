@@ -1,4 +1,4 @@
-"""`shardconv.layout`: where every slice stands, by the rules of the format, and two files kept byte for byte."""
+"""`shardconv.format.layout`: where every slice stands, by the rules of the format, and two files kept byte for byte."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from shardconv import engine
 from shardconv.checkpoint import SourceFile, SourceTensor
-from shardconv.cut import Cut
 from shardconv.errors import CheckpointError
-from shardconv.header import DTYPE_BITS, FileHeader, TensorEntry
-from shardconv.layout import (
+from shardconv.format.cut import Cut
+from shardconv.format.header import DTYPE_BITS, FileHeader, TensorEntry
+from shardconv.format.layout import (
     ConvertPlan,
     FileLayout,
     SetLayout,
@@ -30,8 +30,8 @@ from shardconv.layout import (
     rank_file_name,
     stored_tensors,
 )
-from shardconv.manifest import FileRecord, Manifest, Source, SourceFileRecord
-from shardconv.plan import REPLICATED, Rule, Style
+from shardconv.format.manifest import FileRecord, Manifest, Source, SourceFileRecord
+from shardconv.format.plan import REPLICATED, Rule, Style
 
 WHOLE_BYTES = sorted(dtype for dtype, bits in DTYPE_BITS.items() if bits % 8 == 0)
 

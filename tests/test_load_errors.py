@@ -25,8 +25,8 @@ import shardconv
 from loader import load, parallel
 from loader.locate import find_set
 from shardconv import models, small_models
-from shardconv.header import DATA_ALIGNMENT, FileHeader
-from shardconv.manifest import Manifest
+from shardconv.format.header import DATA_ALIGNMENT, FileHeader
+from shardconv.format.manifest import Manifest
 
 NAME = "qwenimage21"
 SOON = 10  # seconds within which every rank must have raised; nothing here takes one

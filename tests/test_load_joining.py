@@ -25,10 +25,10 @@ import shardconv
 from loader import joining
 from loader.locate import find_set
 from shardconv import models, small_models
-from shardconv.cut import Cut
-from shardconv.header import FileHeader
-from shardconv.manifest import Manifest
-from shardconv.sets import SetFile
+from shardconv.format.cut import Cut
+from shardconv.format.header import FileHeader
+from shardconv.format.manifest import Manifest
+from shardconv.format.sets import SetFile
 
 CPU = torch.device("cpu")
 FP32_TOLERANCE = 1e-5  # of the largest output

@@ -25,7 +25,7 @@ from torch import nn
 import loader
 import shardconv
 from shardconv import small_models
-from shardconv.manifest import Manifest
+from shardconv.format.manifest import Manifest
 
 SMALL = small_models.NAMES
 ALL = small_sets.NAMES

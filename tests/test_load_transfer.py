@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import shardconv
 from loader import transfer
 from loader.transfer import map_file, read_file
-from shardconv.header import DATA_ALIGNMENT, FileHeader, TensorEntry, encode_header
+from shardconv.format.header import DATA_ALIGNMENT, FileHeader, TensorEntry, encode_header
 from shardconv.system.pagecache import is_cached
 
 CPU = torch.device("cpu")

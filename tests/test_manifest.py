@@ -1,4 +1,4 @@
-"""`shardconv.manifest`: one record, one text; and nothing that was edited or damaged is taken for a manifest."""
+"""`shardconv.format.manifest`: one record, one text; and nothing that was edited or damaged is taken for a manifest."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardconv.cut import Cut
 from shardconv.errors import SetError
-from shardconv.layout import REPLICATED_FILE, StoredTensor, plan_layout
-from shardconv.manifest import MANIFEST_NAME, FileRecord, Manifest, Source, SourceFileRecord
-from shardconv.plan import REPLICATED, Rule, Style
+from shardconv.format.cut import Cut
+from shardconv.format.layout import REPLICATED_FILE, StoredTensor, plan_layout
+from shardconv.format.manifest import MANIFEST_NAME, FileRecord, Manifest, Source, SourceFileRecord
+from shardconv.format.plan import REPLICATED, Rule, Style
 
 
 def _manifest(self_contained: bool = False) -> Manifest:

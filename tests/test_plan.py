@@ -1,4 +1,4 @@
-"""`shardconv.plan`: what a class or a file may say becomes rules; all else is refused at once."""
+"""`shardconv.format.plan`: what a class or a file may say becomes rules; all else is refused at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardconv.errors import PlanError
-from shardconv.plan import Plan, Rule, Style, parse_plan, plan_to_json, read_plan_file
+from shardconv.format.plan import Plan, Rule, Style, parse_plan, plan_to_json, read_plan_file
 
 SUPPORTED = (
     "supported: colwise, rowwise, rowwise_split_input, packed_colwise, packed_rowwise, "

@@ -17,7 +17,7 @@ from shardconv import small_models
 from shardconv.catalogue import ENTRIES
 from shardconv.catalogue.cases import CASES
 from shardconv.facts import ModelFacts, model_facts
-from shardconv.plan import Rule, Style
+from shardconv.format.plan import Rule, Style
 
 PLAN = {"single_transformer_blocks.*.attn.to_q": Rule(Style.PACKED_COLWISE, (1, 2))}
 

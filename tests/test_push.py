@@ -293,7 +293,7 @@ def test_a_new_card_says_what_it_is(hub: StandInHub, client: Any, pipeline: Path
     for tp in (2, 4):
         files = (pipeline / "transformer" / f"tp{tp}").glob("*.safetensors")
         total = sum(path.stat().st_size for path in files)
-        assert f"| transformer | {tp} | {shardconv.summary.human(total)} |" in card
+        assert f"| transformer | {tp} | {shardconv.format.summary.human(total)} |" in card
     assert f'loader.load_pipeline("{REPO}"' in card
     assert hub.repos[REPO].gated == "auto"
 

@@ -12,7 +12,7 @@ from small_minimax import MINIMAX_PLAN
 
 import loader
 from shardconv.cli.main import VERBS, parser
-from shardconv.plan import Style
+from shardconv.format.plan import Style
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import loader
 from loader import fixups, linear, parallel
-from shardconv.cut import Cut
+from shardconv.format.cut import Cut
 
 SEEN = 100 * FP32_TOLERANCE  # a fault must differ by this much at least, of the largest output
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardconv.summary import human
+from shardconv.format.summary import human
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import loader
 import shardconv
 from loader import load, transfer, validate
 from loader.transfer import map_file, read_into_memory
-from shardconv.header import FileHeader, TensorEntry, encode_header
+from shardconv.format.header import FileHeader, TensorEntry, encode_header
 
 NAME = "qwenimage21"
 WAYS = (None, "mmap", "read")

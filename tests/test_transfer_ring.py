@@ -24,7 +24,7 @@ import loader
 import shardconv
 from loader import transfer
 from loader.transfer import map_file, read_file, read_into_memory
-from shardconv.header import FileHeader
+from shardconv.format.header import FileHeader
 
 CPU = torch.device("cpu")
 LATE = "late:0"  # a torch.device only where late_device is installed

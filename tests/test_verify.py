@@ -18,7 +18,7 @@ import shardconv
 from loader.validate import open_set
 from shardconv import Manifest, SetError, fetching, verify
 from shardconv.cli.main import main
-from shardconv.header import FileHeader
+from shardconv.format.header import FileHeader
 from shardconv.hub import Listing, Repo
 from shardconv.inspecting import inspect
 

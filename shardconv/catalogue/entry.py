@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import PlanError
-from ..plan import Plan, Rule, Style
+from ..format.plan import Plan, Rule, Style
 
 # Blocks that the model tells, not the catalogue. Of a projection that takes attention output and feed-forward side by
 # side: [out_features, the rest]. Of one that gives gate and up, or queries, keys and values, or nothing of the kind: as

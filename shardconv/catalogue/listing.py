@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..plan import Plan, Style, plan_to_json
+from ..format.plan import Plan, Style, plan_to_json
 from .cases import CASES
 from .entry import Entry
 from .plans import ENTRIES

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ..auto_rows import AUTO_ROWS
 from ..checking import TOLERANCE, Verdict, check
 from ..errors import PlanError, printable
-from ..plan import read_plan_file
+from ..format.plan import read_plan_file
 from .output import report, report_json
 
 NAME = "check"

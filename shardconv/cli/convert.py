@@ -6,10 +6,10 @@ import argparse
 
 from ..auto_rows import AUTO_ROWS
 from ..conversion import Outcome, convert_all
-from ..manifest import Manifest
-from ..plan import read_plan_file
+from ..format.manifest import Manifest
+from ..format.plan import read_plan_file
+from ..format.summary import Summary, human, summarize
 from ..preparation import DTYPES, Options
-from ..summary import Summary, human, summarize
 from .output import DONE, report, report_json, talk
 from .progress import progress_bars
 

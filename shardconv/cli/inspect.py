@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import OutputError
+from ..format.manifest import Manifest
+from ..format.plan import plan_to_json
+from ..format.summary import human, summarize
 from ..inspecting import Held, Inspected, inspect
-from ..manifest import Manifest
-from ..plan import plan_to_json
-from ..summary import human, summarize
 from ..svg import Chart, Row, draw
 from .convert import figures, table
 from .output import report, report_json

@@ -53,7 +53,7 @@ def _as_json(row: Row) -> dict[str, object]:
 
 
 def _as_text(row: Row) -> str:
-    from ..summary import human
+    from ..format.summary import human
 
     degrees = ",".join(str(tp) for tp in row.degrees if tp > 1)
     plain = f"{row.replicated_share:>6.0%}{human(row.rank_nbytes):>8}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ..errors import UsageError
+from ..format.summary import human
 from ..pushing import Pushed, push
-from ..summary import human
 from .output import DONE, report, report_json, talk
 from .progress import progress_bars
 

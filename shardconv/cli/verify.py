@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 
 from ..errors import SetError
-from ..summary import human
+from ..format.summary import human
 from ..verifying import Verified, verify_all
 from .output import report, report_json, talk
 from .progress import progress_bars

@@ -17,14 +17,14 @@ from mutation import Case
 from safetensors import SafetensorError, safe_open
 
 from shardconv.checkpoint import config_digest, open_checkpoint
-from shardconv.cut import Cut
 from shardconv.errors import ShardconvError
-from shardconv.header import FileHeader
-from shardconv.layout import StoredTensor, file_header
-from shardconv.manifest import FileRecord, Manifest, Source, SourceFileRecord, _from_json
+from shardconv.format.cut import Cut
+from shardconv.format.header import FileHeader
+from shardconv.format.layout import StoredTensor, file_header
+from shardconv.format.manifest import FileRecord, Manifest, Source, SourceFileRecord, _from_json
+from shardconv.format.plan import REPLICATED, Rule, Style, read_plan_file
+from shardconv.format.sets import open_files
 from shardconv.merging import merge
-from shardconv.plan import REPLICATED, Rule, Style, read_plan_file
-from shardconv.sets import open_files
 from shardconv.sources import pipeline_components
 from shardconv.system.jsonfile import parse
 

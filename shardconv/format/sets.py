@@ -10,14 +10,14 @@ from typing import Any
 
 import xxhash
 
-from .checkpoint import CONFIG_NAME, MANIFEST_NAME
-from .destination import degree_of, is_hidden, sets_in
-from .errors import SetError, ShardconvError
+from ..checkpoint import CONFIG_NAME, MANIFEST_NAME
+from ..destination import degree_of, is_hidden, sets_in
+from ..errors import SetError, ShardconvError
+from ..system.jsonfile import parse
+from ..system.links import strange_link
 from .header import FileHeader
 from .layout import FORMAT_VERSION, FileLayout, file_header
 from .manifest import FileRecord, Manifest
-from .system.jsonfile import parse
-from .system.links import strange_link
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from .errors import UsageError
+from ..errors import UsageError
 
 _NAMES: Mapping[str, str] = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from .errors import PlanError
-from .system.jsonfile import parse
+from ..errors import PlanError
+from ..system.jsonfile import parse
 
 
 class Style(str, Enum):

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import xxhash
 
-from .errors import CheckpointError
-from .system.jsonfile import parse, would_wait
+from ..errors import CheckpointError
+from ..system.jsonfile import parse, would_wait
 
 DATA_ALIGNMENT = 4096  # bytes; tensor data of our files starts on a multiple of this
 MAX_HEADER_NBYTES = 100_000_000  # the limit of the safetensors library itself

@@ -13,14 +13,14 @@ from typing import Any
 
 import xxhash
 
-from .checkpoint import MANIFEST_NAME
+from ..checkpoint import MANIFEST_NAME
+from ..errors import SetError
+from ..system.jsonfile import parse, read_bounded
+from ..system.links import strange_link
 from .cut import Cut
-from .errors import SetError
 from .header import DTYPE_BITS, is_astronomic
 from .layout import FORMAT_VERSION, REPLICATED_FILE, SetLayout, StoredTensor, plan_layout, rank_file_name
 from .plan import REPLICATED, Plan, Style, parse_plan, plan_to_json
-from .system.jsonfile import parse, read_bounded
-from .system.links import strange_link
 
 MAX_SLICES = 500_000  # tensors times ranks; a large model of 2,000 tensors for 64 ranks has 128,000
 _SEAL = ',\n"manifest_digest": "'  # what stands between the text and the digest of the text
