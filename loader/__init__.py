@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'loader' has no attribute {name!r}")
     from importlib import import_module
 
-    from shardconv.models import DIFFUSERS
+    from shardconv.libraries.diffusers import DIFFUSERS
 
     with DIFFUSERS:  # two threads that ask for the first time
         return getattr(import_module(f".{_HOME[name]}", __name__), name)

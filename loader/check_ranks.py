@@ -29,7 +29,7 @@ from shardconv.catalogue import cases
 from shardconv.errors import ShardconvError
 from shardconv.format.cut import Cut
 from shardconv.format.plan import Plan, parse_plan
-from shardconv.models import class_plan
+from shardconv.libraries.diffusers import class_plan
 from shardconv.resolve import Resolution, resolve
 
 from .parallel import parallelize, take_slice

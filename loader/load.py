@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardconv import models
 from shardconv.errors import LoadError, SetError, ShardconvWarning, UsageError
 from shardconv.format.dtypes import torch_dtype
 from shardconv.format.header import CAST_FLOATS, REAL_FLOATS, FileHeader
 from shardconv.format.manifest import Manifest
+from shardconv.libraries import diffusers as models
 from shardconv.system.crew import PATIENCE_S, Crew, check_stop, stoppable
 from shardconv.system.pagecache import is_cached
 

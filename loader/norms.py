@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardconv.models import DIFFUSERS
+from shardconv.libraries.diffusers import DIFFUSERS
 
 from .linear import sum_over_ranks
 

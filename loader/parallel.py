@@ -15,8 +15,8 @@ from shardconv.auto_rows import AUTO_ROWS, auto_rows
 from shardconv.errors import LoadError, PlanError, ShardconvWarning, UsageError
 from shardconv.format.cut import Cut
 from shardconv.format.plan import Plan, Style, parse_plan, read_plan_file
+from shardconv.libraries.diffusers import class_plan, other_plan
 from shardconv.matching import PlannedModule
-from shardconv.models import class_plan, other_plan
 from shardconv.resolve import Resolution, resolve
 
 from .agreement import one_call, together

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from . import models
 from .auto_rows import auto_rows
 from .errors import PlanError
 from .format.cut import Cut
 from .format.plan import Plan, Rule, Style
 from .heads import head_counts
+from .libraries import diffusers as models
 
 
 @dataclass(frozen=True, slots=True)

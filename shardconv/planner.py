@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Literal
 
-from . import models
 from .children import how_ended
 from .facts import ModelFacts, model_facts
 from .format.plan import Plan, parse_plan, plan_to_json
+from .libraries import diffusers as models
 
 LOG = logging.getLogger(__name__)
 

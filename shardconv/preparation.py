@@ -23,7 +23,7 @@ from .facts import ModelFacts
 from .format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
 from .format.manifest import FileRecord, Manifest, Source, SourceFileRecord
 from .format.plan import Plan
-from .models import kept_in_fp32
+from .libraries.diffusers import kept_in_fp32
 from .planner import Planner
 from .sources import Located, components
 

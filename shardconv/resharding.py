@@ -168,7 +168,7 @@ def _check_degree(source: Manifest, config: Mapping[str, Any], tp: int) -> tuple
     blocks = [size for tensor in source.tensors if tensor.cut for size in tensor.cut.block_sizes]
     if not any(size % tp for size in (*source.head_counts, *blocks)) and (source.tp_degree > 1 or tp == 1):
         return ()
-    from . import models
+    from .libraries import diffusers as models
     from .resolve import resolve
 
     cls = models.model_class(source.model_class, config)

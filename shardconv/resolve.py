@@ -13,8 +13,8 @@ from .errors import PlanError
 from .format.cut import Cut, legal_degrees
 from .format.plan import Plan, Style
 from .heads import head_counts
+from .libraries.diffusers import tied_names
 from .matching import Findings, PlannedModule, colwise_names, match, match_parameters
-from .models import tied_names
 from .sense import check_sense
 
 

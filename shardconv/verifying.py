@@ -15,7 +15,7 @@ from .format.header import FileHeader
 from .format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
 from .format.manifest import Manifest
 from .format.sets import component_of, components_in, read_files, set_folders
-from .models import kept_in_fp32
+from .libraries.diffusers import kept_in_fp32
 from .sources import locate
 
 NewProgress = Callable[[str, int], engine.Progress]

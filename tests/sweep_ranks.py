@@ -27,7 +27,7 @@ import loader
 from shardconv.catalogue import ENTRIES, cases
 from shardconv.errors import PlanError, ShardconvError, ShardconvWarning
 from shardconv.format.plan import Plan
-from shardconv.models import class_plan
+from shardconv.libraries.diffusers import class_plan
 
 CHUNK = 8  # classes whose models are held at once
 WAYS: Mapping[str, Mapping[str, Any]] = {"own": {}, "lean": {"lean": True}, "auto-rows": {"plan": "auto-rows"}}

@@ -17,8 +17,8 @@ import shardconv
 from shardconv.catalogue import ENTRIES, cases
 from shardconv.errors import PlanError
 from shardconv.format.plan import Rule, Style
+from shardconv.libraries.diffusers import class_plan
 from shardconv.merging import merge
-from shardconv.models import class_plan
 from shardconv.resolve import resolve
 
 pytestmark = [

@@ -25,8 +25,9 @@ from diffusers.hooks.tensor_parallel import (
 )
 from small_minimax import MINIMAX_PLAN, build_minimax
 
-from shardconv import Manifest, PlanError, convert, models, small_models
+from shardconv import Manifest, PlanError, convert, small_models
 from shardconv.format.plan import parse_plan
+from shardconv.libraries import diffusers as models
 from shardconv.resolve import resolve
 
 DEGREES = (1, 2, 4)

@@ -26,7 +26,7 @@ import shardconv
 from loader import load
 from loader.agreement import merged
 from loader.processes import has_ended, this_process
-from shardconv import models
+from shardconv.libraries import diffusers as models
 
 NAME = "qwenimage21"
 SOON = 10  # seconds within which every rank must have ended

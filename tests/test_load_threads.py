@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 import loader
 from loader import load
-from shardconv import CheckpointError, models
+from shardconv import CheckpointError
+from shardconv.libraries import diffusers as models
 
 NAME = "qwenimage21"
 SOON = 10  # seconds

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from shardconv import models
 from shardconv.catalogue.listing import row_of
 from shardconv.catalogue.released import RELEASED
 from shardconv.errors import PlanError
+from shardconv.libraries import diffusers as models
 from shardconv.resolve import degrees_of, resolve
 
 # What divides the heads, the kv heads and the widths of each, worked out by hand.

@@ -16,7 +16,7 @@ from small_minimax import MINIMAX_PLAN
 
 import loader
 import shardconv
-from shardconv import models
+from shardconv.libraries import diffusers as models
 
 NAME = "qwenimage"
 

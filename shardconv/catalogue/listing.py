@@ -34,7 +34,7 @@ class Row:
 
 def rows() -> Iterator[Row]:
     """Every class of the catalogue, by a released model of it, its default configuration, or else its small case."""
-    from .. import models
+    from ..libraries import diffusers as models
 
     released = {each.model_class: each.config for each in reversed([*RELEASED.values()])}
     import diffusers
@@ -47,8 +47,8 @@ def rows() -> Iterator[Row]:
 
 
 def _skeleton(cls: Any, config: Mapping[str, Any] | None) -> Any:
-    from .. import models
     from ..errors import CheckpointError
+    from ..libraries import diffusers as models
 
     try:
         return models.skeleton(cls, config or {})
@@ -58,8 +58,8 @@ def _skeleton(cls: Any, config: Mapping[str, Any] | None) -> Any:
 
 def row_of(model: Any) -> Row:
     """Degrees and sizes of one model under the plan of its class. Raises `PlanError`."""
-    from .. import models
     from ..errors import PlanError
+    from ..libraries import diffusers as models
     from ..resolve import degrees_of
 
     entry, plan = ENTRIES[type(model).__name__], models.class_plan(model)
@@ -112,9 +112,9 @@ def needs(entry: Entry, plan: Plan) -> tuple[str, ...]:
 def plan_of(subject: str) -> Mapping[str, object]:
     """The plan of a class as a plan file states it: for the config of a component folder, or, given a class name, for
     its small case, which has every part. Raises `UsageError`, `CheckpointError`, `PlanError`."""
-    from .. import models
     from ..checkpoint import read_config
     from ..errors import UsageError
+    from ..libraries import diffusers as models
 
     if Path(subject).is_dir():
         config, _ = read_config(Path(subject))

@@ -1,0 +1,1 @@
+"""What must be known of a model library: its classes, skeletons, own plans and rules for dtypes."""
