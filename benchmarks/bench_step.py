@@ -40,7 +40,7 @@ def build(shape: dict[str, Any]) -> Any:
     """A FLUX transformer of `shape` with seeded weights, in fp32."""
     from diffusers import FluxTransformer2DModel
 
-    from shardconv import small_models
+    from shardconv.plans.catalogue import small_models
 
     model = FluxTransformer2DModel(
         num_attention_heads=shape["heads"],

@@ -114,7 +114,7 @@ def child_ranks(device_text: str, name: str, out: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     import loader
-    from shardconv import small_models
+    from shardconv.plans.catalogue import small_models
 
     device = torch.device(device_text)
     dist.init_process_group("gloo")

@@ -75,7 +75,7 @@ def expect(source: Path, tp: int) -> dict[str, Any]:
 
 def make_small(name: str, out: Path, dtype: str) -> None:
     """The small model `name`, saved as diffusers saves it, in a few files."""
-    from shardconv import small_models
+    from shardconv.plans.catalogue import small_models
 
     small_models.build(name).to(getattr(torch, dtype)).save_pretrained(out, max_shard_size="1MB")
 

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardconv.auto_rows import AUTO_ROWS, auto_rows
-from shardconv.catalogue import cases
 from shardconv.errors import ShardconvError
 from shardconv.format.cut import Cut
 from shardconv.format.plan import Plan, parse_plan
 from shardconv.libraries.diffusers import class_plan
-from shardconv.resolve import Resolution, resolve
+from shardconv.plans.auto_rows import AUTO_ROWS, auto_rows
+from shardconv.plans.catalogue import cases
+from shardconv.plans.resolve import Resolution, resolve
 
 from .parallel import parallelize, take_slice
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardconv.catalogue import entry_of
-from shardconv.catalogue.entry import places_of
 from shardconv.format.cut import Cut
-from shardconv.heads import local_attributes
+from shardconv.plans.catalogue import entry_of
+from shardconv.plans.catalogue.entry import places_of
+from shardconv.plans.heads import local_attributes
 
 from .linear import sum_over_ranks
 from .ranks import Ranks

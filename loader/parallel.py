@@ -11,13 +11,13 @@ import torch
 import xxhash
 from torch import nn
 
-from shardconv.auto_rows import AUTO_ROWS, auto_rows
 from shardconv.errors import LoadError, PlanError, ShardconvWarning, UsageError
 from shardconv.format.cut import Cut
 from shardconv.format.plan import Plan, Style, parse_plan, read_plan_file
 from shardconv.libraries.diffusers import class_plan, other_plan
-from shardconv.matching import PlannedModule
-from shardconv.resolve import Resolution, resolve
+from shardconv.plans.auto_rows import AUTO_ROWS, auto_rows
+from shardconv.plans.match import PlannedModule
+from shardconv.plans.resolve import Resolution, resolve
 
 from .agreement import one_call, together
 from .fixups import make_counts_local, slice_ropes, sum_outputs

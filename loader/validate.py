@@ -18,7 +18,7 @@ from shardconv.format.cut import Cut
 from shardconv.format.manifest import Manifest
 from shardconv.format.sets import SetFile, component_of, open_files
 from shardconv.libraries import diffusers as models
-from shardconv.resolve import Resolution, resolve
+from shardconv.plans.resolve import Resolution, resolve
 from shardconv.system.cores import usable_cores
 from shardconv.system.crew import PATIENCE_S, Crew, check_stop
 

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import xxhash
 
 from . import engine, lowdisk
-from .auto_rows import AUTO_ROWS
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .destination import (
     PartialFolder,
@@ -32,6 +31,7 @@ from .format.manifest import Manifest
 from .format.plan import Plan, parse_plan, read_plan_file
 from .format.sets import open_files
 from .journal import Journal, conversion_key, finished
+from .plans.auto_rows import AUTO_ROWS
 from .preparation import DTYPES, Forecast, Job, Options, prepare
 from .slices import write_headers
 from .sources import cold_weights, locate, rest_of_pipeline

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from . import small_models
 from .children import run_together
 from .conversion import convert
 from .errors import Interrupted, ShardconvError, UsageError
 from .format.manifest import Manifest
 from .format.summary import human, summarize
+from .plans.catalogue import small_models
 
 TP = 2
 TOLERANCE = 1e-5  # largest difference, relative to the largest output, in fp32

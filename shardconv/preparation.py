@@ -19,12 +19,12 @@ from .checkpoint import (
 )
 from .destination import check_target, set_folder_name
 from .errors import CheckpointError, OutputError, PlanError, as_one, every
-from .facts import ModelFacts
 from .format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
 from .format.manifest import FileRecord, Manifest, Source, SourceFileRecord
 from .format.plan import Plan
 from .libraries.diffusers import kept_in_fp32
-from .planner import Planner
+from .plans.facts import ModelFacts
+from .plans.planner import Planner
 from .sources import Located, components
 
 DTYPES: Mapping[str, str] = {

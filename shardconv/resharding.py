@@ -169,7 +169,7 @@ def _check_degree(source: Manifest, config: Mapping[str, Any], tp: int) -> tuple
     if not any(size % tp for size in (*source.head_counts, *blocks)) and (source.tp_degree > 1 or tp == 1):
         return ()
     from .libraries import diffusers as models
-    from .resolve import resolve
+    from .plans.resolve import resolve
 
     cls = models.model_class(source.model_class, config)
     model = models.skeleton(cls, config)

@@ -13,7 +13,7 @@ from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, read_config, refuse_file
 from .destination import is_hidden
 from .errors import CheckpointError, Interrupted, PlanError, UsageError
 from .libraries import diffusers as models
-from .planner import Planner
+from .plans.planner import Planner
 from .system.jsonfile import parse, read_bounded
 from .system.links import files_in, link_issues
 from .system.pagecache import is_cached

@@ -18,10 +18,9 @@ import torch.distributed as dist
 
 import loader
 from loader import check_ranks, fixups, linear, norms, parallel
-from shardconv import small_models
-from shardconv.catalogue import ENTRIES, cases
 from shardconv.errors import LoadError, ShardconvWarning
 from shardconv.format.plan import Plan
+from shardconv.plans.catalogue import ENTRIES, cases, small_models
 
 for _name in cases.CASES.keys() & set(dir(diffusers)):
     getattr(diffusers, _name)

@@ -18,8 +18,8 @@ from typing import Any
 import diffusers
 import torch
 
-from shardconv.catalogue import cases
 from shardconv.format.plan import Plan
+from shardconv.plans.catalogue import cases
 
 _SHARED = ("attention", "attention_processor", "normalization", "activations", "embeddings")
 _CALLED = {"timestep_activation_fn": "act_fn", "dense_moe_strategy": "strategy"}  # how the key's value is called inside

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from diffusers import MiniMaxH3Transformer3DModel
 
-from shardconv import small_models
+from shardconv.plans.catalogue import small_models
 
 # As in the real model heads * head_dim (128) is larger than hidden_size (96), 3/4 of each head is rotated and
 # time_embed_dim is half of hidden_size.

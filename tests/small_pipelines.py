@@ -1,7 +1,7 @@
 """Small complete diffusers pipelines with random weights, built without any download.
 
 Every component is the real class, so `save_pretrained` writes the same folders as a real model has. The transformers
-are those of `shardconv.small_models`.
+are those of `shardconv.plans.catalogue.small_models`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from diffusers import (
     QwenImagePipeline,
 )
 
-from shardconv import small_models
+from shardconv.plans.catalogue import small_models
 
 LATENT_CHANNELS = small_models.CHANNELS // 4  # the pipelines pack 2 x 2 latents into one token
 SIZE = 64  # pixels of the image; 16 tokens

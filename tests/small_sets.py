@@ -15,7 +15,7 @@ import torch
 from small_minimax import MINIMAX_PLAN, build_minimax, minimax_inputs
 
 import shardconv
-from shardconv import small_models
+from shardconv.plans.catalogue import small_models
 
 NAMES = (*small_models.NAMES, "minimax")
 PLANS: Mapping[str, Mapping[str, object]] = {"minimax": MINIMAX_PLAN}  # of classes that carry none

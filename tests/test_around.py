@@ -15,7 +15,7 @@ import torch
 
 import loader
 import shardconv
-from shardconv import small_models
+from shardconv.plans.catalogue import small_models
 
 TOLERANCE = 1e-5  # of an output between 0 and 1
 COARSE = 0.03  # where layers are stored in bfloat16, of whose steps there are 256 between 0.5 and 1

@@ -18,11 +18,11 @@ import ranks
 import torch
 
 import shardconv
-from shardconv.catalogue import ENTRIES, cases
 from shardconv.errors import PlanError
 from shardconv.format.plan import Rule, Style
 from shardconv.libraries.diffusers import class_plan
-from shardconv.resolve import resolve
+from shardconv.plans.catalogue import ENTRIES, cases
+from shardconv.plans.resolve import resolve
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),

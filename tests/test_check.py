@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import ranks
 
-from shardconv.catalogue import cases
 from shardconv.catalogue.listing import plan_of
 from shardconv.checking import TOLERANCE, _few_layers, check
 from shardconv.cli.main import main
 from shardconv.errors import UsageError
+from shardconv.plans.catalogue import cases
 
 WAN, PIXART, CHROMA = "WanTransformer3DModel", "PixArtTransformer2DModel", "ChromaTransformer2DModel"
 
@@ -166,7 +166,8 @@ def test_plans_prints_a_plan_file(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_plans_lists_classes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One line a class: degrees, bytes, shares and needs, of a released model; the same figures as JSON."""
-    from shardconv.catalogue import ENTRIES, listing
+    from shardconv.catalogue import listing
+    from shardconv.plans.catalogue import ENTRIES
 
     monkeypatch.setattr(listing, "ENTRIES", {name: ENTRIES[name] for name in (PIXART, "LTXVideoTransformer3DModel")})
     assert main(["plans"]) == 0

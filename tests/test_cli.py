@@ -53,7 +53,7 @@ JSON_KEYS = [
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small FLUX.2 transformer as diffusers saves it."""
-    from shardconv import small_models
+    from shardconv.plans.catalogue import small_models
 
     folder = tmp_path_factory.mktemp("cli") / "source"
     small_models.build("flux2").save_pretrained(folder)

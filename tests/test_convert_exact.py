@@ -25,10 +25,11 @@ from diffusers.hooks.tensor_parallel import (
 )
 from small_minimax import MINIMAX_PLAN, build_minimax
 
-from shardconv import Manifest, PlanError, convert, small_models
+from shardconv import Manifest, PlanError, convert
 from shardconv.format.plan import parse_plan
 from shardconv.libraries import diffusers as models
-from shardconv.resolve import resolve
+from shardconv.plans.catalogue import small_models
+from shardconv.plans.resolve import resolve
 
 DEGREES = (1, 2, 4)
 LAYOUTS = pytest.mark.parametrize("self_contained", [False, True], ids=["shared", "self-contained"])

@@ -26,10 +26,11 @@ from safetensors.torch import load_file
 
 import loader
 from loader.locate import find_set
-from shardconv import LoadError, OutputError, SetError, convert, engine, journal, small_models
+from shardconv import LoadError, OutputError, SetError, convert, engine, journal
 from shardconv.cli.main import main
 from shardconv.conversion import Options, convert_all
 from shardconv.merging import merge
+from shardconv.plans.catalogue import small_models
 
 KILLS = int(os.environ.get("SHARDCONV_KILLS", "40"))  # at random moments
 Json = dict[str, Any]

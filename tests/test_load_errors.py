@@ -24,10 +24,10 @@ import loader
 import shardconv
 from loader import load, parallel
 from loader.locate import find_set
-from shardconv import small_models
 from shardconv.format.header import DATA_ALIGNMENT, FileHeader
 from shardconv.format.manifest import Manifest
 from shardconv.libraries import diffusers as models
+from shardconv.plans.catalogue import small_models
 
 NAME = "qwenimage21"
 SOON = 10  # seconds within which every rank must have raised; nothing here takes one

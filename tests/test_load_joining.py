@@ -24,12 +24,12 @@ import loader
 import shardconv
 from loader import joining
 from loader.locate import find_set
-from shardconv import small_models
 from shardconv.format.cut import Cut
 from shardconv.format.header import FileHeader
 from shardconv.format.manifest import Manifest
 from shardconv.format.sets import SetFile
 from shardconv.libraries import diffusers as models
+from shardconv.plans.catalogue import small_models
 
 CPU = torch.device("cpu")
 FP32_TOLERANCE = 1e-5  # of the largest output

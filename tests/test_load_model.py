@@ -24,8 +24,8 @@ from torch import nn
 
 import loader
 import shardconv
-from shardconv import small_models
 from shardconv.format.manifest import Manifest
+from shardconv.plans.catalogue import small_models
 
 SMALL = small_models.NAMES
 ALL = small_sets.NAMES

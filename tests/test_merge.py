@@ -12,10 +12,11 @@ import toys
 from safetensors.torch import load_file
 
 import shardconv
-from shardconv import engine, merging, resharding, small_models
+from shardconv import engine, merging, resharding
 from shardconv.cli.main import main
 from shardconv.cli.merge import parse_size
 from shardconv.merging import merge
+from shardconv.plans.catalogue import small_models
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

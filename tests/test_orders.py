@@ -16,7 +16,7 @@ from torch import nn
 
 import loader
 import shardconv
-from shardconv.catalogue import cases
+from shardconv.plans.catalogue import cases
 
 FLUX = "FluxTransformer2DModel"
 TOLERANCE = 1e-5  # of the largest output

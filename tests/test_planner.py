@@ -13,18 +13,17 @@ from pathlib import Path
 import pytest
 import toys
 
-from shardconv import small_models
-from shardconv.catalogue import ENTRIES
-from shardconv.catalogue.cases import CASES
-from shardconv.facts import ModelFacts, model_facts
 from shardconv.format.plan import Rule, Style
+from shardconv.plans.catalogue import ENTRIES, small_models
+from shardconv.plans.catalogue.cases import CASES
+from shardconv.plans.facts import ModelFacts, model_facts
 
 PLAN = {"single_transformer_blocks.*.attn.to_q": Rule(Style.PACKED_COLWISE, (1, 2))}
 
 # Asks the child about each config of a file; prints the answers and what the asking process has imported.
 ASK = """
 import json, sys
-from shardconv.planner import Planner
+from shardconv.plans.planner import Planner
 questions = json.load(open(sys.argv[1]))
 with Planner(needs_torch=False) as planner:
     pid = planner._child.pid
@@ -59,7 +58,7 @@ def test_the_child_answers_as_this_process_does(tmp_path: Path) -> None:
 def test_the_child_imports_lightly() -> None:
     """In the child neither torch._dynamo nor transformers is loaded, although diffusers' model files ask for them."""
     code = (
-        "import sys; from shardconv.planner import import_lightly; import_lightly()\n"
+        "import sys; from shardconv.plans.planner import import_lightly; import_lightly()\n"
         "import diffusers; diffusers.FluxTransformer2DModel\n"
         "print([name for name in sys.modules if name.startswith(('torch._dynamo.', 'transformers.'))])"
     )

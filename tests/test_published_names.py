@@ -19,9 +19,10 @@ from stand_in_hub import StandInHub
 import loader
 import shardconv
 from shardconv import CheckpointError, PlanError, ShardconvError, UsageError
-from shardconv.catalogue import cases, listing
+from shardconv.catalogue import listing
 from shardconv.checking import check
 from shardconv.libraries import diffusers as models
+from shardconv.plans.catalogue import cases
 
 PIXART, OLD = "PixArtTransformer2DModel", "Transformer2DModel"
 # Of the config that PixArt-XL-2-1024-MS has; no class of today has these arguments.

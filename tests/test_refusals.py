@@ -25,7 +25,7 @@ import loader
 import shardconv
 from loader.refusals import check_model, check_plain, holds_parameters
 from shardconv import PlanError, ShardconvWarning, UsageError
-from shardconv.catalogue import ENTRIES, cases
+from shardconv.plans.catalogue import ENTRIES, cases
 
 SD3 = "SD3Transformer2DModel"
 FLUX = "FluxTransformer2DModel"

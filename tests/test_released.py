@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from shardconv.catalogue.listing import row_of
-from shardconv.catalogue.released import RELEASED
 from shardconv.errors import PlanError
 from shardconv.libraries import diffusers as models
-from shardconv.resolve import degrees_of, resolve
+from shardconv.plans.catalogue.released import RELEASED
+from shardconv.plans.resolve import degrees_of, resolve
 
 # What divides the heads, the kv heads and the widths of each, worked out by hand.
 DEGREES = {

@@ -20,9 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardconv
-from shardconv import Manifest, OutputError, PlanError, SetError, UsageError, engine, reshard, resharding, small_models
+from shardconv import Manifest, OutputError, PlanError, SetError, UsageError, engine, reshard, resharding
 from shardconv.cli.main import main
 from shardconv.merging import merge
+from shardconv.plans.catalogue import small_models
 
 
 def contents(folder: Path) -> dict[str, bytes]:

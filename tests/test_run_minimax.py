@@ -14,9 +14,9 @@ from small_minimax import CONFIG, MINIMAX_PLAN
 
 import loader
 import shardconv
-from shardconv import small_models
 from shardconv.format.manifest import Manifest
 from shardconv.format.plan import Style, parse_plan
+from shardconv.plans.catalogue import small_models
 
 TOLERANCE = 1e-5  # of the largest output; measured: 1.1e-06
 HEADS = CONFIG["num_attention_heads"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import loader
-from shardconv import small_models
+from shardconv.plans.catalogue import small_models
 
 FP32_TOLERANCE = 1e-5  # of the largest output; measured: at most 4.7e-07 on 2 and 4 ranks
 BF16_TOLERANCE = 0.025  # of the largest output; measured: 0.0103 (flux), at most 0.0077 (others); a bf16 step is 0.004

@@ -11,7 +11,7 @@ from diffusers import AnyFlowFARPipeline, FlowMapEulerDiscreteScheduler, FlowMat
 
 import loader
 import shardconv
-from shardconv.catalogue import cases
+from shardconv.plans.catalogue import cases
 
 NAME = "WanTransformer3DModel"
 CONFIG = {

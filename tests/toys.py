@@ -23,8 +23,9 @@ from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 from torch import nn
 
-from shardconv import ShardconvError, convert, small_models
+from shardconv import ShardconvError, convert
 from shardconv.cli.main import main
+from shardconv.plans.catalogue import small_models
 
 HEADS, HEAD_DIM, INNER, FFN = 24, 8, 192, 768
 NAME = "ToyTransformer"  # the class, as diffusers has it once `install` ran

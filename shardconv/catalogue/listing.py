@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from ..format.plan import Plan, Style, plan_to_json
-from .cases import CASES
-from .entry import Entry
-from .plans import ENTRIES
-from .released import RELEASED
+from ..plans.catalogue.cases import CASES
+from ..plans.catalogue.entries import ENTRIES
+from ..plans.catalogue.entry import Entry
+from ..plans.catalogue.released import RELEASED
 
 PARAMETER_NBYTES = 2  # bfloat16
 MAX_TP = 8  # degrees up to the ranks of one node
@@ -60,7 +60,7 @@ def row_of(model: Any) -> Row:
     """Degrees and sizes of one model under the plan of its class. Raises `PlanError`."""
     from ..errors import PlanError
     from ..libraries import diffusers as models
-    from ..resolve import degrees_of
+    from ..plans.resolve import degrees_of
 
     entry, plan = ENTRIES[type(model).__name__], models.class_plan(model)
     degrees = degrees_of(model, plan, MAX_TP)
@@ -84,7 +84,7 @@ def row_of(model: Any) -> Row:
 
 def _held(model: Any, plan: Plan, tp: int) -> tuple[int, int]:
     """Bytes of one rank, and those of them that every rank holds."""
-    from ..resolve import resolve
+    from ..plans.resolve import resolve
 
     cuts = resolve(model, plan, tp).cuts
     sizes = {name: PARAMETER_NBYTES * parameter.numel() for name, parameter in model.named_parameters()}

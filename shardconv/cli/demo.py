@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..small_models import NAMES
+from ..plans.catalogue.small_models import NAMES
 from .output import report
 
 NAME = "demo"

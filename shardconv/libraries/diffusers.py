@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ..catalogue import ENTRIES, entry_of, expand
-from ..catalogue.entry import places_of, refused
 from ..errors import CheckpointError, PlanError
 from ..format.plan import Plan, parse_plan
+from ..plans.catalogue import ENTRIES, entry_of, expand
+from ..plans.catalogue.entry import places_of, refused
 
 if TYPE_CHECKING:
     import torch

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..errors import PlanError
+from ..format.cut import Cut
+from ..format.plan import Plan, Rule, Style
+from ..libraries import diffusers as models
 from .auto_rows import auto_rows
-from .errors import PlanError
-from .format.cut import Cut
-from .format.plan import Plan, Rule, Style
 from .heads import head_counts
-from .libraries import diffusers as models
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def model_facts(
     """
     import diffusers
 
-    from .matching import colwise_names
+    from .match import colwise_names
     from .resolve import degrees_of, resolve
 
     cls = models.model_class(str(config.get("_class_name")), config)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .entries import ENTRIES
 from .entry import Entry, expand
-from .plans import ENTRIES
 
 __all__ = ["ENTRIES", "Entry", "entry_of", "expand"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..format.plan import Rule, Style
+from ...format.plan import Rule, Style
 from .entry import AS_TAKEN, OUT_AND_REST, Entry, Refused
 
 C, R, N = Rule(Style.COLWISE), Rule(Style.ROWWISE), Rule(Style.NORM_ACROSS_HEADS)

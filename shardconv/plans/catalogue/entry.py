@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import PlanError
-from ..format.plan import Plan, Rule, Style
+from ...errors import PlanError
+from ...format.plan import Plan, Rule, Style
 
 # Blocks that the model tells, not the catalogue. Of a projection that takes attention output and feed-forward side by
 # side: [out_features, the rest]. Of one that gives gate and up, or queries, keys and values, or nothing of the kind: as

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import PlanError
-from .format.cut import Cut, legal_degrees
-from .format.plan import Plan, Style
+from ..errors import PlanError
+from ..format.cut import Cut, legal_degrees
+from ..format.plan import Plan, Style
+from ..libraries.diffusers import tied_names
+from .checks import check_sense
 from .heads import head_counts
-from .libraries.diffusers import tied_names
-from .matching import Findings, PlannedModule, colwise_names, match, match_parameters
-from .sense import check_sense
+from .match import Findings, PlannedModule, colwise_names, match, match_parameters
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ..format.cut import Cut
+from ..format.plan import Plan, Style
 from .catalogue import entry_of, expand
 from .catalogue.entry import QUERY_OR_KEY, following, normalized_widths, places_of, refused
-from .format.cut import Cut
-from .format.plan import Plan, Style
 from .heads import head_counts, owners, unknown_heads
-from .matching import Findings, PlannedModule, blocks_attribute, colwise_names, match, says_across_heads
+from .match import Findings, PlannedModule, blocks_attribute, colwise_names, match, says_across_heads
 
 _NORM = ("norm", "ln")  # how names of norms begin
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from ..errors import PlanError
+from ..format.plan import Plan, Rule, Style
 from .catalogue import entry_of
 from .catalogue.entry import places_of
-from .errors import PlanError
-from .format.plan import Plan, Rule, Style
 
 AUTO_ROWS: Final = "auto-rows"  # what a person writes instead of a plan file
 _RULE = Rule(Style.ROWWISE_SPLIT_INPUT)

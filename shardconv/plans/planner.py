@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Literal
 
-from .children import how_ended
+from ..children import how_ended
+from ..format.plan import Plan, parse_plan, plan_to_json
+from ..libraries import diffusers as models
 from .facts import ModelFacts, model_facts
-from .format.plan import Plan, parse_plan, plan_to_json
-from .libraries import diffusers as models
 
 LOG = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Planner:
         """`needs_torch`: this process will import torch in any case, so a child would gain nothing."""
         self._child: subprocess.Popen[bytes] | None = None
         if not needs_torch and "torch" not in sys.modules and sys.executable:
-            program = f"import sys; sys.path = {sys.path!r}; from shardconv.planner import serve; serve()"
+            program = f"import sys; sys.path = {sys.path!r}; from shardconv.plans.planner import serve; serve()"
             try:
                 self._child = subprocess.Popen(
                     [sys.executable, "-c", program],

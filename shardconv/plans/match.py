@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..format.cut import Cut, block_sizes
+from ..format.plan import Plan, Rule, Style
 from .catalogue import entry_of
 from .catalogue.entry import is_across_heads, normalized_widths, places_of, widths_beside
-from .format.cut import Cut, block_sizes
-from .format.plan import Plan, Rule, Style
 
 _NORMS = ("RMSNorm", "LayerNorm", "LpNorm")  # torch's and diffusers': those whose statistics ranks can sum
 

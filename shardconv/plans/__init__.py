@@ -1,0 +1,1 @@
+"""A plan for a model: what patterns name, how each parameter is cut, and whether that can be right."""
