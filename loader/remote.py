@@ -16,10 +16,10 @@ from shardconv.destination import set_folder_name
 from shardconv.errors import HubError, LoadError, SetError, UsageError
 from shardconv.fetching import component_files
 from shardconv.format.layout import REPLICATED_FILE, rank_file_name
-from shardconv.hub import Listing, RemoteFile, Repo, cache_folder, degrees_in, is_repo_name
+from shardconv.remote.hub import Listing, RemoteFile, Repo, cache_folder, degrees_in, is_repo_name
+from shardconv.remote.tokens import usable_token
 from shardconv.sources import MODEL_INDEX, pipeline_components
 from shardconv.system.crew import stoppable
-from shardconv.tokens import usable_token
 
 from .agreement import heed, together
 from .ranks import Ranks

@@ -23,7 +23,7 @@ from .checkpoint import (
 )
 from .errors import CheckpointError, HubError, ShardconvError
 from .format.header import MAX_HEADER_NBYTES
-from .hub import Listing, Repo
+from .remote.hub import Listing, Repo
 from .sources import MODEL_INDEX, pipeline_components
 
 HEADER_NBYTES = 128 << 10  # asked for at first; a longer header takes a second request

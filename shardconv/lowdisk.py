@@ -18,9 +18,9 @@ from .destination import claimed
 from .errors import OutputError
 from .fetching import Snapshot
 from .format.layout import ConvertPlan
-from .hub_cache import digest_of
 from .journal import Journal
 from .preparation import Job
+from .remote.hub_cache import digest_of
 
 _STAGING = ".shardconv.source-"  # what the name of a folder for downloads begins with
 

@@ -8,20 +8,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from . import card
 from ._version import __version__
-from .access import make_ready, owed_to_sources
 from .checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .destination import is_set_file
 from .errors import HubError, Interrupted, SetError, UsageError
 from .format.manifest import Manifest
-from .hub import Listing, RemoteFile, Repo, card_metadata, degrees_in, front_matter, is_repo_name
-from .hub_cache import digest_of
+from .remote import card
+from .remote.access import make_ready, owed_to_sources
+from .remote.hub import Listing, RemoteFile, Repo, card_metadata, degrees_in, front_matter, is_repo_name
+from .remote.hub_cache import digest_of
+from .remote.tokens import usable_token
 from .sendable import Sendable, SendableSet, sendable
 from .sources import MODEL_INDEX
 from .system.cores import usable_cores
 from .system.crew import PATIENCE_S, Crew
-from .tokens import usable_token
 from .verifying import NewProgress, verify
 
 CARD = "README.md"

@@ -69,7 +69,7 @@ def locate(
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
         raise CheckpointError(f"{name}: no such folder; give a diffusers folder or a Hub repo id such as org/name")
     from .fetching import fetch
-    from .hub import Repo
+    from .remote.hub import Repo
 
     repo = Repo(name, subject=f"{name}: not a folder here, and the Hub says")
     try:

@@ -313,7 +313,7 @@ def test_merge_leaves_its_source_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tp04", "tp0", "tp", "tp4x", "TP4", "tp-4", "tp\uff14", "tp4.partial"])
 def test_only_one_spelling_is_a_set(name: str, tmp_path: Path) -> None:
     """A folder that is not named as convert names it is no set to anybody: it is not found, listed, read or sent."""
-    from shardconv.hub import Listing, RemoteFile, degrees_in
+    from shardconv.remote.hub import Listing, RemoteFile, degrees_in
     from shardconv.sendable import sendable
 
     component = small_sets.copied(small_sets.converted("flux", 4), tmp_path / "component")

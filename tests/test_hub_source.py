@@ -18,8 +18,8 @@ from small_pipelines import build_flux_pipeline
 from stand_in_hub import File, Repo, StandInHub, User
 
 from shardconv import CheckpointError, HubError, Manifest, ShardconvError, convert
-from shardconv import hub as hub_module
 from shardconv.cli.main import main
+from shardconv.remote import hub as hub_module
 
 REPO = "org/tiny"
 SAYS = f"{REPO}: not a folder here, and the Hub says: "

@@ -17,8 +17,8 @@ from small_pipelines import build_flux_pipeline
 from stand_in_hub import Repo, Request, StandInHub
 
 from shardconv import HubError, OutputError, UsageError, convert, lowdisk
-from shardconv import hub as hub_module
 from shardconv.cli.main import main
+from shardconv.remote import hub as hub_module
 
 REPO = "org/tiny"
 PART = {"subfolder": "transformer", "tp": 2}

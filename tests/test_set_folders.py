@@ -12,9 +12,9 @@ from loader.locate import find_set
 from shardconv import SetError, destination, reshard
 from shardconv.destination import sets_in
 from shardconv.format.sets import any_set, components_in, set_folders
-from shardconv.hub import Listing, RemoteFile, degrees_in
 from shardconv.inspecting import inspect
 from shardconv.merging import merge
+from shardconv.remote.hub import Listing, RemoteFile, degrees_in
 from shardconv.sendable import sendable
 from shardconv.verifying import verify
 

@@ -14,7 +14,7 @@ from stand_in_hub import Repo, StandInHub
 import loader
 import shardconv
 from shardconv import HubError, UsageError
-from shardconv.tokens import without_secrets
+from shardconv.remote.tokens import without_secrets
 
 REPO = "org/tiny-tp"
 SOURCE = "their/flux"

@@ -19,8 +19,8 @@ from loader.validate import open_set
 from shardconv import Manifest, SetError, fetching, verify
 from shardconv.cli.main import main
 from shardconv.format.header import FileHeader
-from shardconv.hub import Listing, Repo
 from shardconv.inspecting import inspect
+from shardconv.remote.hub import Listing, Repo
 
 RANK_1, SHARED = "rank-00001-of-00002.safetensors", "replicated.safetensors"
 PACKED = {

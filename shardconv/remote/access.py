@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .errors import HubError
+from ..errors import HubError
 from .hub import Listing, Repo
 
 EVERYBODY, WHO_ACCEPTS, WHO_IS_LET_IN = range(3)  # who reads it: all, those who accept its terms, those whom it chooses

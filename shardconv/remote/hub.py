@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .checkpoint import MANIFEST_NAME
-from .destination import degree_of
-from .errors import HubError
+from ..checkpoint import MANIFEST_NAME
+from ..destination import degree_of
+from ..errors import HubError
+from ..system.crew import PATIENCE_S, Crew, check_stop
+from ..system.jsonfile import MAX_JSON_NBYTES
+from .failures import NOT_CACHED, patiently
 from .hub_cache import Cache, digest_of, discard, has_length
-from .hub_errors import NOT_CACHED, patiently
-from .system.crew import PATIENCE_S, Crew, check_stop
-from .system.jsonfile import MAX_JSON_NBYTES
 from .tokens import known_secrets, login_issue, usable_token
 
 FETCHING = 8  # files at once

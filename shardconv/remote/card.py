@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .format.summary import human
+from ..format.summary import human
 
 BEGIN = "<!-- shardconv: begin -->"
 END = "<!-- shardconv: end -->"

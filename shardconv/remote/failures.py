@@ -12,8 +12,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .errors import HubError, ShardconvError
-from .system.crew import Stopped
+from ..errors import HubError, ShardconvError
+from ..system.crew import Stopped
 from .tokens import without_secrets
 
 ATTEMPTS = 5  # in all, for one request

@@ -1,0 +1,1 @@
+"""Where files that are not here come from and go to."""
