@@ -16,7 +16,7 @@ import torch
 from shardconv.destination import sets_in, unfinished_degree
 from shardconv.errors import LoadError, SetError, UsageError
 from shardconv.libraries.diffusers import DIFFUSERS
-from shardconv.sources import MODEL_INDEX, pipeline_components
+from shardconv.source.locate import MODEL_INDEX, pipeline_components
 from shardconv.system.crew import stoppable
 
 from . import remote

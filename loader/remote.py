@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardconv.checkpoint import CONFIG_NAME, MANIFEST_NAME
 from shardconv.destination import set_folder_name
 from shardconv.errors import HubError, LoadError, SetError, UsageError
-from shardconv.fetching import component_files
 from shardconv.format.layout import REPLICATED_FILE, rank_file_name
 from shardconv.remote.hub import Listing, RemoteFile, Repo, cache_folder, degrees_in, is_repo_name
 from shardconv.remote.tokens import usable_token
-from shardconv.sources import MODEL_INDEX, pipeline_components
+from shardconv.source.checkpoint import CONFIG_NAME, MANIFEST_NAME
+from shardconv.source.fetch import component_files
+from shardconv.source.locate import MODEL_INDEX, pipeline_components
 from shardconv.system.crew import stoppable
 
 from .agreement import heed, together

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import xxhash
 
 from . import engine, lowdisk
-from .checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .destination import (
     PartialFolder,
     check_links,
@@ -26,7 +25,6 @@ from .destination import (
     unfinished,
 )
 from .errors import CheckpointError, Interrupted, OutputError, SetError, ShardconvWarning, UsageError
-from .fetching import Snapshot
 from .format.manifest import Manifest
 from .format.plan import Plan, parse_plan, read_plan_file
 from .format.sets import open_files
@@ -34,7 +32,9 @@ from .journal import Journal, conversion_key, finished
 from .plans.auto_rows import AUTO_ROWS
 from .preparation import DTYPES, Forecast, Job, Options, prepare
 from .slices import write_headers
-from .sources import cold_weights, locate, rest_of_pipeline
+from .source.checkpoint import CONFIG_NAME, MANIFEST_NAME
+from .source.fetch import Snapshot
+from .source.locate import cold_weights, locate, rest_of_pipeline
 from .system.links import followed
 from .system.pagecache import ReadAhead
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from . import engine
 from .destination import claimed
 from .errors import OutputError
-from .fetching import Snapshot
 from .format.layout import ConvertPlan
 from .journal import Journal
 from .preparation import Job
 from .remote.hub_cache import digest_of
+from .source.fetch import Snapshot
 
 _STAGING = ".shardconv.source-"  # what the name of a folder for downloads begins with
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import engine
-from .checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM, config_digest, read_config
 from .destination import PartialFolder, check_space, copied_nbytes, link_files, remove_folders
 from .errors import OutputError, SetError, every
 from .format.header import TensorEntry, encode_header, nbytes_of
@@ -17,7 +16,8 @@ from .format.layout import StoredTensor
 from .format.manifest import Manifest
 from .format.sets import SetFile, any_set, component_of, components_in, open_files
 from .slices import check_digests, slices_of
-from .sources import MODEL_INDEX, rest_of_pipeline
+from .source.checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM, config_digest, read_config
+from .source.locate import MODEL_INDEX, rest_of_pipeline
 
 MAX_SHARD_NBYTES = 10 * 1000**3  # the default of diffusers' save_pretrained ("10GB")
 

@@ -8,15 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 from ._version import __version__
-from .checkpoint import (
-    Checkpoint,
-    check_variant,
-    config_digest,
-    match_names,
-    open_checkpoint,
-    shorten,
-    unexpected_names,
-)
 from .destination import check_target, set_folder_name
 from .errors import CheckpointError, OutputError, PlanError, as_one, every
 from .format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
@@ -25,7 +16,16 @@ from .format.plan import Plan
 from .libraries.diffusers import kept_in_fp32
 from .plans.facts import ModelFacts
 from .plans.planner import Planner
-from .sources import Located, components
+from .source.checkpoint import (
+    Checkpoint,
+    check_variant,
+    config_digest,
+    match_names,
+    open_checkpoint,
+    shorten,
+    unexpected_names,
+)
+from .source.locate import Located, components
 
 DTYPES: Mapping[str, str] = {
     "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16", "fp32": "F32", "float32": "F32",

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from ._version import __version__
-from .checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .destination import is_set_file
 from .errors import HubError, Interrupted, SetError, UsageError
 from .format.manifest import Manifest
@@ -19,7 +18,8 @@ from .remote.hub import Listing, RemoteFile, Repo, card_metadata, degrees_in, fr
 from .remote.hub_cache import digest_of
 from .remote.tokens import usable_token
 from .sendable import Sendable, SendableSet, sendable
-from .sources import MODEL_INDEX
+from .source.checkpoint import CONFIG_NAME, MANIFEST_NAME
+from .source.locate import MODEL_INDEX
 from .system.cores import usable_cores
 from .system.crew import PATIENCE_S, Crew
 from .verifying import NewProgress, verify

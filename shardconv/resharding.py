@@ -11,7 +11,6 @@ from typing import Any
 
 from . import engine
 from ._version import __version__
-from .checkpoint import CONFIG_NAME, MANIFEST_NAME, config_digest, read_config
 from .conversion import NewProgress, Outcome, standing
 from .destination import (
     PartialFolder,
@@ -30,7 +29,8 @@ from .format.manifest import FileRecord, Manifest
 from .format.plan import REPLICATED
 from .format.sets import SetFile, any_set, component_of, components_in, open_files
 from .slices import check_digests, slices_of, write_headers
-from .sources import MODEL_INDEX, rest_of_pipeline
+from .source.checkpoint import CONFIG_NAME, MANIFEST_NAME, config_digest, read_config
+from .source.locate import MODEL_INDEX, rest_of_pipeline
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .destination import degree_of, is_hidden, sets_in, unfinished_degree
 from .errors import SetError, ShardconvError, UsageError
 from .format.manifest import Manifest
-from .sources import MODEL_INDEX, pipeline_components
+from .source.checkpoint import CONFIG_NAME, MANIFEST_NAME
+from .source.locate import MODEL_INDEX, pipeline_components
 from .system.links import files_in, leads_out, link_issues
 
 _ABOUT = ("LICENSE", "NOTICE")  # files of the root that go along, by how their names begin

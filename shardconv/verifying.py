@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from . import engine
-from .checkpoint import CONFIG_NAME, MANIFEST_NAME, Checkpoint, config_digest, open_checkpoint, read_config
 from .destination import degree_of, is_hidden, is_set_file
 from .errors import SetError, ShardconvError
 from .format.header import FileHeader
@@ -16,7 +15,8 @@ from .format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensor
 from .format.manifest import Manifest
 from .format.sets import component_of, components_in, read_files, set_folders
 from .libraries.diffusers import kept_in_fp32
-from .sources import locate
+from .source.checkpoint import CONFIG_NAME, MANIFEST_NAME, Checkpoint, config_digest, open_checkpoint, read_config
+from .source.locate import locate
 
 NewProgress = Callable[[str, int], engine.Progress]
 

@@ -12,13 +12,13 @@ from handmade import write_source
 from hypothesis import strategies as st
 
 from shardconv import Manifest, __version__, engine
-from shardconv.checkpoint import MANIFEST_NAME, SourceFile, SourceTensor, config_digest
 from shardconv.format.cut import Cut
 from shardconv.format.header import DTYPE_BITS, FileHeader, nbytes_of
 from shardconv.format.layout import ConvertPlan, plan_layout, stored_tensors
 from shardconv.format.manifest import Source, SourceFileRecord
 from shardconv.format.plan import Rule, Style
 from shardconv.slices import write_headers
+from shardconv.source.checkpoint import MANIFEST_NAME, SourceFile, SourceTensor, config_digest
 
 CONFIG = {"_class_name": "HandmadeTransformer"}
 RawTensor = tuple[str, str, tuple[int, ...], bytes]  # name, dtype, shape, data

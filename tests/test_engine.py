@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from shardconv import engine
-from shardconv.checkpoint import SourceFile, SourceTensor
 from shardconv.errors import CheckpointError
 from shardconv.format.cut import Cut
 from shardconv.format.header import FileHeader
 from shardconv.format.layout import ConvertPlan, file_header, plan_layout, stored_tensors
 from shardconv.format.plan import Style
+from shardconv.source.checkpoint import SourceFile, SourceTensor
 
 ID = "0123456789abcdef" * 2
 DTYPES = [

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardconv import engine
-from shardconv.checkpoint import SourceFile, SourceTensor
 from shardconv.errors import CheckpointError
 from shardconv.format.cut import Cut
 from shardconv.format.header import DTYPE_BITS, FileHeader, TensorEntry
@@ -32,6 +31,7 @@ from shardconv.format.layout import (
 )
 from shardconv.format.manifest import FileRecord, Manifest, Source, SourceFileRecord
 from shardconv.format.plan import REPLICATED, Rule, Style
+from shardconv.source.checkpoint import SourceFile, SourceTensor
 
 WHOLE_BYTES = sorted(dtype for dtype, bits in DTYPE_BITS.items() if bits % 8 == 0)
 

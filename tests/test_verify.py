@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 import loader
 import shardconv
 from loader.validate import open_set
-from shardconv import Manifest, SetError, fetching, verify
+from shardconv import Manifest, SetError, verify
 from shardconv.cli.main import main
 from shardconv.format.header import FileHeader
 from shardconv.inspecting import inspect
 from shardconv.remote.hub import Listing, Repo
+from shardconv.source import fetch as fetching
 
 RANK_1, SHARED = "rank-00001-of-00002.safetensors", "replicated.safetensors"
 PACKED = {

@@ -112,9 +112,9 @@ def needs(entry: Entry, plan: Plan) -> tuple[str, ...]:
 def plan_of(subject: str) -> Mapping[str, object]:
     """The plan of a class as a plan file states it: for the config of a component folder, or, given a class name, for
     its small case, which has every part. Raises `UsageError`, `CheckpointError`, `PlanError`."""
-    from ..checkpoint import read_config
     from ..errors import UsageError
     from ..libraries import diffusers as models
+    from ..source.checkpoint import read_config
 
     if Path(subject).is_dir():
         config, _ = read_config(Path(subject))

@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..checkpoint import SourceTensor
 from ..errors import CheckpointError
+from ..source.checkpoint import SourceTensor
 from .cut import Cut, Rows, rows_of
 from .header import CAST_FLOATS, DTYPE_BITS, TensorEntry, encode_header, nbytes_of
 from .plan import REPLICATED, Style

@@ -13,8 +13,8 @@ from typing import Any
 
 import xxhash
 
-from ..checkpoint import MANIFEST_NAME
 from ..errors import SetError
+from ..source.checkpoint import MANIFEST_NAME
 from ..system.jsonfile import parse, read_bounded
 from ..system.links import strange_link
 from .cut import Cut

@@ -10,9 +10,9 @@ from typing import Any
 
 import xxhash
 
-from ..checkpoint import CONFIG_NAME, MANIFEST_NAME
 from ..destination import degree_of, is_hidden, sets_in
 from ..errors import SetError, ShardconvError
+from ..source.checkpoint import CONFIG_NAME, MANIFEST_NAME
 from ..system.jsonfile import parse
 from ..system.links import strange_link
 from .header import FileHeader

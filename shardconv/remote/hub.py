@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..checkpoint import MANIFEST_NAME
 from ..destination import degree_of
 from ..errors import HubError
+from ..source.checkpoint import MANIFEST_NAME
 from ..system.crew import PATIENCE_S, Crew, check_stop
 from ..system.jsonfile import MAX_JSON_NBYTES
 from .failures import NOT_CACHED, patiently

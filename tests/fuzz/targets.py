@@ -16,7 +16,6 @@ import xxhash
 from mutation import Case
 from safetensors import SafetensorError, safe_open
 
-from shardconv.checkpoint import config_digest, open_checkpoint
 from shardconv.errors import ShardconvError
 from shardconv.format.cut import Cut
 from shardconv.format.header import FileHeader
@@ -25,7 +24,8 @@ from shardconv.format.manifest import FileRecord, Manifest, Source, SourceFileRe
 from shardconv.format.plan import REPLICATED, Rule, Style, read_plan_file
 from shardconv.format.sets import open_files
 from shardconv.merging import merge
-from shardconv.sources import pipeline_components
+from shardconv.source.checkpoint import config_digest, open_checkpoint
+from shardconv.source.locate import pipeline_components
 from shardconv.system.jsonfile import parse
 
 MAX_ISSUE_LENGTH = 2000  # characters of one fault; a message must not repeat a megabyte of input

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..destination import is_hidden
+from ..errors import CheckpointError, Interrupted, PlanError, UsageError
+from ..libraries import diffusers as models
+from ..plans.planner import Planner
+from ..system.jsonfile import parse, read_bounded
+from ..system.links import files_in, link_issues
+from ..system.pagecache import is_cached
 from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, read_config, refuse_file
-from .destination import is_hidden
-from .errors import CheckpointError, Interrupted, PlanError, UsageError
-from .libraries import diffusers as models
-from .plans.planner import Planner
-from .system.jsonfile import parse, read_bounded
-from .system.links import files_in, link_issues
-from .system.pagecache import is_cached
 
 if TYPE_CHECKING:
-    from .fetching import Snapshot
+    from .fetch import Snapshot
 
 MODEL_INDEX = "model_index.json"
 
@@ -68,8 +68,8 @@ def locate(
     name = os.fspath(source)
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
         raise CheckpointError(f"{name}: no such folder; give a diffusers folder or a Hub repo id such as org/name")
-    from .fetching import fetch
-    from .remote.hub import Repo
+    from ..remote.hub import Repo
+    from .fetch import fetch
 
     repo = Repo(name, subject=f"{name}: not a folder here, and the Hub says")
     try:

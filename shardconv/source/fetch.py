@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..errors import CheckpointError, HubError, ShardconvError
+from ..format.header import MAX_HEADER_NBYTES
+from ..remote.hub import Listing, Repo
 from .checkpoint import (
     CONFIG_NAME,
     MANIFEST_NAME,
@@ -21,10 +24,7 @@ from .checkpoint import (
     read_index,
     select_files,
 )
-from .errors import CheckpointError, HubError, ShardconvError
-from .format.header import MAX_HEADER_NBYTES
-from .remote.hub import Listing, Repo
-from .sources import MODEL_INDEX, pipeline_components
+from .locate import MODEL_INDEX, pipeline_components
 
 HEADER_NBYTES = 128 << 10  # asked for at first; a longer header takes a second request
 _ABOUT = ("LICENSE", "README", "NOTICE")

@@ -16,10 +16,10 @@ from typing import Any
 
 import xxhash
 
-from .errors import CheckpointError
-from .format.header import FileHeader, TensorEntry
-from .system.jsonfile import parse, read_bounded
-from .system.links import strange_link
+from ..errors import CheckpointError
+from ..format.header import FileHeader, TensorEntry
+from ..system.jsonfile import parse, read_bounded
+from ..system.links import strange_link
 
 CONFIG_NAME = "config.json"
 MANIFEST_NAME = "shardconv.json"  # of a converted set
