@@ -22,11 +22,11 @@ import xxhash
 from common import GB, MIB
 
 from shardconv import Manifest
+from shardconv.engine.slices import write_headers
 from shardconv.format.cut import Cut
 from shardconv.format.layout import StoredTensor, plan_layout
 from shardconv.format.manifest import Source, SourceFileRecord
 from shardconv.format.plan import REPLICATED, Rule, Style
-from shardconv.slices import write_headers
 from shardconv.source.checkpoint import MANIFEST_NAME, config_digest
 
 TP, NEW_TP = 4, 6

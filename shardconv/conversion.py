@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import xxhash
 
-from . import engine, lowdisk
+from . import lowdisk
 from .destination import (
     PartialFolder,
     check_links,
@@ -24,6 +24,8 @@ from .destination import (
     sets_in,
     unfinished,
 )
+from .engine import run as engine
+from .engine.slices import write_headers
 from .errors import CheckpointError, Interrupted, OutputError, SetError, ShardconvWarning, UsageError
 from .format.manifest import Manifest
 from .format.plan import Plan, parse_plan, read_plan_file
@@ -31,7 +33,6 @@ from .format.sets import open_files
 from .journal import Journal, conversion_key, finished
 from .plans.auto_rows import AUTO_ROWS
 from .preparation import DTYPES, Forecast, Job, Options, prepare
-from .slices import write_headers
 from .source.checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .source.fetch import Snapshot
 from .source.locate import cold_weights, locate, rest_of_pipeline

@@ -16,7 +16,7 @@ from pathlib import Path
 import xxhash
 
 from .destination import JOURNAL_NAME, sync_folder
-from .engine import TensorDigests
+from .engine.run import TensorDigests
 from .format.manifest import Manifest
 
 INTERVAL_S = 5.0  # between two syncs; a kill costs the work of about that long

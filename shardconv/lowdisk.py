@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from . import engine
 from .destination import claimed
+from .engine import run as engine
 from .errors import OutputError
 from .format.layout import ConvertPlan
 from .journal import Journal

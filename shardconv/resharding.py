@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from . import engine
 from ._version import __version__
 from .conversion import NewProgress, Outcome, standing
 from .destination import (
@@ -23,12 +22,13 @@ from .destination import (
     sets_in,
     unfinished,
 )
+from .engine import run as engine
+from .engine.slices import check_digests, slices_of, write_headers
 from .errors import OutputError, SetError, ShardconvWarning, UsageError, every
 from .format.layout import SetLayout, plan_layout
 from .format.manifest import FileRecord, Manifest
 from .format.plan import REPLICATED
 from .format.sets import SetFile, any_set, component_of, components_in, open_files
-from .slices import check_digests, slices_of, write_headers
 from .source.checkpoint import CONFIG_NAME, MANIFEST_NAME, config_digest, read_config
 from .source.locate import MODEL_INDEX, rest_of_pipeline
 

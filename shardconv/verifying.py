@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import engine
 from .destination import degree_of, is_hidden, is_set_file
+from .engine import run as engine
 from .errors import SetError, ShardconvError
 from .format.header import FileHeader
 from .format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors

@@ -11,13 +11,14 @@ from pathlib import Path
 from handmade import write_source
 from hypothesis import strategies as st
 
-from shardconv import Manifest, __version__, engine
+from shardconv import Manifest, __version__
+from shardconv.engine import run as engine
+from shardconv.engine.slices import write_headers
 from shardconv.format.cut import Cut
 from shardconv.format.header import DTYPE_BITS, FileHeader, nbytes_of
 from shardconv.format.layout import ConvertPlan, plan_layout, stored_tensors
 from shardconv.format.manifest import Source, SourceFileRecord
 from shardconv.format.plan import Rule, Style
-from shardconv.slices import write_headers
 from shardconv.source.checkpoint import MANIFEST_NAME, SourceFile, SourceTensor, config_digest
 
 CONFIG = {"_class_name": "HandmadeTransformer"}

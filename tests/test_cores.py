@@ -11,7 +11,8 @@ import small_sets
 
 import loader
 from loader import validate
-from shardconv import engine, verify
+from shardconv import verify
+from shardconv.engine import run as engine
 from shardconv.system import cores
 from shardconv.system.cores import usable_cores
 

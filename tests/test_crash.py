@@ -26,9 +26,10 @@ from safetensors.torch import load_file
 
 import loader
 from loader.locate import find_set
-from shardconv import LoadError, OutputError, SetError, convert, engine, journal
+from shardconv import LoadError, OutputError, SetError, convert, journal
 from shardconv.cli.main import main
 from shardconv.conversion import Options, convert_all
+from shardconv.engine import run as engine
 from shardconv.merging import merge
 from shardconv.plans.catalogue import small_models
 

@@ -1,4 +1,4 @@
-"""`shardconv.engine` against torch's own slicing and casting, in chunks of awkward sizes, and when things break."""
+"""`shardconv.engine.run` against torch's own slicing and casting, in chunks of awkward sizes, and when things break."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from shardconv import engine
+from shardconv.engine import run as engine
 from shardconv.errors import CheckpointError
 from shardconv.format.cut import Cut
 from shardconv.format.header import FileHeader

@@ -15,7 +15,7 @@ from handmade import write_source
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardconv import engine
+from shardconv.engine import run as engine
 from shardconv.errors import CheckpointError
 from shardconv.format.cut import Cut
 from shardconv.format.header import DTYPE_BITS, FileHeader, TensorEntry

@@ -12,9 +12,10 @@ import toys
 from safetensors.torch import load_file
 
 import shardconv
-from shardconv import engine, merging, resharding
+from shardconv import merging, resharding
 from shardconv.cli.main import main
 from shardconv.cli.merge import parse_size
+from shardconv.engine import run as engine
 from shardconv.merging import merge
 from shardconv.plans.catalogue import small_models
 

@@ -20,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardconv
-from shardconv import Manifest, OutputError, PlanError, SetError, UsageError, engine, reshard, resharding
+from shardconv import Manifest, OutputError, PlanError, SetError, UsageError, reshard, resharding
 from shardconv.cli.main import main
+from shardconv.engine import run as engine
 from shardconv.merging import merge
 from shardconv.plans.catalogue import small_models
 

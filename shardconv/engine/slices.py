@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import xxhash
 
-from .engine import Extent, RouteDigests, write_all
-from .errors import SetError
-from .format.layout import SetLayout, file_header
-from .format.manifest import FileRecord, Manifest
-from .format.sets import SetFile
+from ..errors import SetError
+from ..format.layout import SetLayout, file_header
+from ..format.manifest import FileRecord, Manifest
+from ..format.sets import SetFile
+from .run import Extent, RouteDigests, write_all
 
 
 def slices_of(manifest: Manifest, files: Sequence[SetFile]) -> dict[str, list[Extent]]:

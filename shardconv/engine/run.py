@@ -19,12 +19,12 @@ from typing import TypeVar
 import numpy as np
 import xxhash
 
-from .errors import CheckpointError
-from .format.cut import Rows, runs
-from .format.header import DTYPE_BITS, nbytes_of
-from .format.layout import ConvertPlan, StoredTensor
-from .system.cores import usable_cores
-from .system.pagecache import drop, start_writeback
+from ..errors import CheckpointError
+from ..format.cut import Rows, runs
+from ..format.header import DTYPE_BITS, nbytes_of
+from ..format.layout import ConvertPlan, StoredTensor
+from ..system.cores import usable_cores
+from ..system.pagecache import drop, start_writeback
 
 CHUNK_NBYTES = 8 << 20  # bytes read at once by a worker
 WRITE_NBYTES = 1 << 20  # bytes written at once; larger writes stalled in the kernel (benchmarks/README.md, log)
@@ -362,7 +362,7 @@ def _cast(data: memoryview, source: str, target: str) -> memoryview:
         return data
     import torch
 
-    from .format.dtypes import torch_dtype
+    from ..format.dtypes import torch_dtype
 
     tensor = torch.frombuffer(data, dtype=torch_dtype(source)).to(torch_dtype(target))
     return tensor.view(torch.uint8).numpy().data

@@ -1,0 +1,1 @@
+"""Moves bytes; knows extents, rows and dtypes, no models."""
