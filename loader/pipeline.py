@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from shardconv.destination import sets_in, unfinished_degree
 from shardconv.errors import LoadError, SetError, UsageError
 from shardconv.libraries.diffusers import DIFFUSERS
 from shardconv.source.locate import MODEL_INDEX, pipeline_components
 from shardconv.system.crew import stoppable
+from shardconv.target.folder import sets_in, unfinished_degree
 
 from . import remote
 from .agreement import heed, one_call, together

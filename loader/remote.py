@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardconv.destination import set_folder_name
 from shardconv.errors import HubError, LoadError, SetError, UsageError
 from shardconv.format.layout import REPLICATED_FILE, rank_file_name
 from shardconv.remote.hub import Listing, RemoteFile, Repo, cache_folder, degrees_in, is_repo_name
@@ -20,6 +19,7 @@ from shardconv.source.checkpoint import CONFIG_NAME, MANIFEST_NAME
 from shardconv.source.fetch import component_files
 from shardconv.source.locate import MODEL_INDEX, pipeline_components
 from shardconv.system.crew import stoppable
+from shardconv.target.folder import set_folder_name
 
 from .agreement import heed, together
 from .ranks import Ranks

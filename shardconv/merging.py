@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .destination import PartialFolder, check_space, copied_nbytes, link_files, remove_folders
 from .engine import run as engine
 from .engine.slices import check_digests, slices_of
 from .errors import OutputError, SetError, every
@@ -18,6 +17,7 @@ from .format.manifest import Manifest
 from .format.sets import SetFile, any_set, component_of, components_in, open_files
 from .source.checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM, config_digest, read_config
 from .source.locate import MODEL_INDEX, rest_of_pipeline
+from .target.folder import PartialFolder, check_space, copied_nbytes, link_files, remove_folders
 
 MAX_SHARD_NBYTES = 10 * 1000**3  # the default of diffusers' save_pretrained ("10GB")
 

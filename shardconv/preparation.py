@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 from ._version import __version__
-from .destination import check_target, set_folder_name
 from .errors import CheckpointError, OutputError, PlanError, as_one, every
 from .format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
 from .format.manifest import FileRecord, Manifest, Source, SourceFileRecord
@@ -26,6 +25,7 @@ from .source.checkpoint import (
     unexpected_names,
 )
 from .source.locate import Located, components
+from .target.folder import check_target, set_folder_name
 
 DTYPES: Mapping[str, str] = {
     "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16", "fp32": "F32", "float32": "F32",

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from ._version import __version__
-from .destination import is_set_file
 from .errors import HubError, Interrupted, SetError, UsageError
 from .format.manifest import Manifest
 from .remote import card
@@ -22,6 +21,7 @@ from .source.checkpoint import CONFIG_NAME, MANIFEST_NAME
 from .source.locate import MODEL_INDEX
 from .system.cores import usable_cores
 from .system.crew import PATIENCE_S, Crew
+from .target.folder import is_set_file
 from .verifying import NewProgress, verify
 
 CARD = "README.md"

@@ -11,7 +11,16 @@ from typing import Any
 
 from ._version import __version__
 from .conversion import NewProgress, Outcome, standing
-from .destination import (
+from .engine import run as engine
+from .engine.slices import check_digests, slices_of, write_headers
+from .errors import OutputError, SetError, ShardconvWarning, UsageError, every
+from .format.layout import SetLayout, plan_layout
+from .format.manifest import FileRecord, Manifest
+from .format.plan import REPLICATED
+from .format.sets import SetFile, any_set, component_of, components_in, open_files
+from .source.checkpoint import CONFIG_NAME, MANIFEST_NAME, config_digest, read_config
+from .source.locate import MODEL_INDEX, rest_of_pipeline
+from .target.folder import (
     PartialFolder,
     check_component,
     check_links,
@@ -22,15 +31,6 @@ from .destination import (
     sets_in,
     unfinished,
 )
-from .engine import run as engine
-from .engine.slices import check_digests, slices_of, write_headers
-from .errors import OutputError, SetError, ShardconvWarning, UsageError, every
-from .format.layout import SetLayout, plan_layout
-from .format.manifest import FileRecord, Manifest
-from .format.plan import REPLICATED
-from .format.sets import SetFile, any_set, component_of, components_in, open_files
-from .source.checkpoint import CONFIG_NAME, MANIFEST_NAME, config_digest, read_config
-from .source.locate import MODEL_INDEX, rest_of_pipeline
 
 
 @dataclass(frozen=True, slots=True)

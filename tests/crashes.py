@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardconv import journal
 from shardconv.engine import run as engine
+from shardconv.target import journal
 
 _CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate", "ctypes.dlsym")
 _CALLS = ("pwrite", "posix_fallocate", "fsync", "fdatasync")  # Python tells no audit hook of these

@@ -32,9 +32,9 @@ from shardconv import (
     ShardconvWarning,
     UsageError,
     convert,
-    destination,
 )
 from shardconv.cli.main import main
+from shardconv.target import folder as destination
 
 Refused = Callable[..., str]
 SET = {"shardconv.json", "replicated.safetensors", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"}

@@ -26,12 +26,13 @@ from safetensors.torch import load_file
 
 import loader
 from loader.locate import find_set
-from shardconv import LoadError, OutputError, SetError, convert, journal
+from shardconv import LoadError, OutputError, SetError, convert
 from shardconv.cli.main import main
 from shardconv.conversion import Options, convert_all
 from shardconv.engine import run as engine
 from shardconv.merging import merge
 from shardconv.plans.catalogue import small_models
+from shardconv.target import journal
 
 KILLS = int(os.environ.get("SHARDCONV_KILLS", "40"))  # at random moments
 Json = dict[str, Any]

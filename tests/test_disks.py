@@ -25,9 +25,10 @@ from stand_in_hub import StandInHub
 
 import loader
 import shardconv
-from shardconv import CheckpointError, OutputError, SetError, conversion, destination, lowdisk
+from shardconv import CheckpointError, OutputError, SetError, conversion, lowdisk
 from shardconv.cli.main import main
 from shardconv.format.header import FileHeader
+from shardconv.target import folder as destination
 
 
 @pytest.fixture(scope="module")

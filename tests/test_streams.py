@@ -19,14 +19,15 @@ import pytest
 import toys
 
 from loader import check_ranks
-from shardconv import checking, demo, destination
+from shardconv import checking, demo
 from shardconv.checking import Difference, Verdict
 from shardconv.children import run_together
 from shardconv.cli import check
 from shardconv.cli.main import main
-from shardconv.destination import PartialFolder
 from shardconv.errors import RanksFailed
 from shardconv.plans.catalogue import small_models
+from shardconv.target import folder as destination
+from shardconv.target.folder import PartialFolder
 
 pytestmark = pytest.mark.slow
 SHARDCONV = f"{shlex.quote(sys.executable)} -m shardconv"

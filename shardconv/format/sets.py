@@ -10,11 +10,11 @@ from typing import Any
 
 import xxhash
 
-from ..destination import degree_of, is_hidden, sets_in
 from ..errors import SetError, ShardconvError
 from ..source.checkpoint import CONFIG_NAME, MANIFEST_NAME
 from ..system.jsonfile import parse
 from ..system.links import strange_link
+from ..target.folder import degree_of, is_hidden, sets_in
 from .header import FileHeader
 from .layout import FORMAT_VERSION, FileLayout, file_header
 from .manifest import FileRecord, Manifest

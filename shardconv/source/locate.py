@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..destination import is_hidden
 from ..errors import CheckpointError, Interrupted, PlanError, UsageError
 from ..libraries import diffusers as models
 from ..plans.planner import Planner
 from ..system.jsonfile import parse, read_bounded
 from ..system.links import files_in, link_issues
 from ..system.pagecache import is_cached
+from ..target.folder import is_hidden
 from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, read_config, refuse_file
 
 if TYPE_CHECKING:

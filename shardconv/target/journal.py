@@ -15,9 +15,9 @@ from pathlib import Path
 
 import xxhash
 
-from .destination import JOURNAL_NAME, sync_folder
-from .engine.run import TensorDigests
-from .format.manifest import Manifest
+from ..engine.run import TensorDigests
+from ..format.manifest import Manifest
+from .folder import JOURNAL_NAME, sync_folder
 
 INTERVAL_S = 5.0  # between two syncs; a kill costs the work of about that long
 

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from .errors import HubError, OutputError, ShardconvError
-from .format.layout import REPLICATED_FILE
-from .source.checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM
+from ..errors import HubError, OutputError, ShardconvError
+from ..format.layout import REPLICATED_FILE
+from ..source.checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM
 
 JOURNAL_NAME = "progress.jsonl"  # what a folder under construction says about itself
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW

@@ -1,0 +1,1 @@
+"""Where a set appears: whole or not at all."""
