@@ -5,7 +5,11 @@ package does not import torch.
 """
 
 from ._version import __version__
-from .conversion import convert
+from .commands.convert import convert
+from .commands.merge import merge
+from .commands.push import push
+from .commands.reshard import reshard
+from .commands.verify import verify
 from .errors import (
     CheckpointError,
     HubError,
@@ -18,10 +22,6 @@ from .errors import (
     UsageError,
 )
 from .format.manifest import Manifest
-from .merging import merge
-from .pushing import push
-from .resharding import reshard
-from .verifying import verify
 
 __all__ = [
     "CheckpointError",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .children import run_together
-from .conversion import convert
+from .commands.convert import convert
 from .errors import Interrupted, ShardconvError, UsageError
 from .format.manifest import Manifest
 from .format.summary import human, summarize

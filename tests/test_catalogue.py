@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 import shardconv
+from shardconv.commands.merge import merge
 from shardconv.errors import PlanError
 from shardconv.format.plan import Rule, Style
 from shardconv.libraries.diffusers import class_plan
-from shardconv.merging import merge
 from shardconv.plans.catalogue import ENTRIES, cases
 from shardconv.plans.resolve import resolve
 

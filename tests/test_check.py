@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import ranks
 
-from shardconv.catalogue.listing import plan_of
 from shardconv.checking import TOLERANCE, _few_layers, check
 from shardconv.cli.main import main
+from shardconv.commands.plans import plan_of
 from shardconv.errors import UsageError
 from shardconv.plans.catalogue import cases
 
@@ -166,7 +166,7 @@ def test_plans_prints_a_plan_file(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_plans_lists_classes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One line a class: degrees, bytes, shares and needs, of a released model; the same figures as JSON."""
-    from shardconv.catalogue import listing
+    from shardconv.commands import plans as listing
     from shardconv.plans.catalogue import ENTRIES
 
     monkeypatch.setattr(listing, "ENTRIES", {name: ENTRIES[name] for name in (PIXART, "LTXVideoTransformer3DModel")})

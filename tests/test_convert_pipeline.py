@@ -18,19 +18,11 @@ import pytest
 import toys
 from small_pipelines import build_flux_pipeline
 
-from shardconv import (
-    CheckpointError,
-    Manifest,
-    OutputError,
-    PlanError,
-    ShardconvWarning,
-    UsageError,
-    conversion,
-    convert,
-)
+from shardconv import CheckpointError, Manifest, OutputError, PlanError, ShardconvWarning, UsageError, convert
 from shardconv.cli.main import main
-from shardconv.conversion import convert_all
-from shardconv.preparation import Options
+from shardconv.commands import convert as conversion
+from shardconv.commands.convert import convert_all
+from shardconv.commands.prepare import Options
 
 OTHERS = {"vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler"}
 

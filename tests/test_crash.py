@@ -28,9 +28,9 @@ import loader
 from loader.locate import find_set
 from shardconv import LoadError, OutputError, SetError, convert
 from shardconv.cli.main import main
-from shardconv.conversion import Options, convert_all
+from shardconv.commands.convert import Options, convert_all
+from shardconv.commands.merge import merge
 from shardconv.engine import run as engine
-from shardconv.merging import merge
 from shardconv.plans.catalogue import small_models
 from shardconv.target import journal
 

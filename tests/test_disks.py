@@ -25,8 +25,10 @@ from stand_in_hub import StandInHub
 
 import loader
 import shardconv
-from shardconv import CheckpointError, OutputError, SetError, conversion, lowdisk
+from shardconv import CheckpointError, OutputError, SetError
 from shardconv.cli.main import main
+from shardconv.commands import convert as conversion
+from shardconv.commands import low_disk as lowdisk
 from shardconv.format.header import FileHeader
 from shardconv.target import folder as destination
 
@@ -156,7 +158,7 @@ def test_what_was_begun_is_finished_by_the_next_run(
     with pytest.raises(OutputError):
         shardconv.convert(pipe, out, tp=2)
     monkeypatch.setattr(conversion, "_execute", real)
-    from shardconv.sendable import sendable
+    from shardconv.commands.sendable import sendable
 
     with pytest.raises(SetError, match="the conversion for tp degree 2 did not finish"):
         sendable(out, None)
@@ -314,8 +316,8 @@ def test_merge_leaves_its_source_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tp04", "tp0", "tp", "tp4x", "TP4", "tp-4", "tp\uff14", "tp4.partial"])
 def test_only_one_spelling_is_a_set(name: str, tmp_path: Path) -> None:
     """A folder that is not named as convert names it is no set to anybody: it is not found, listed, read or sent."""
+    from shardconv.commands.sendable import sendable
     from shardconv.remote.hub import Listing, RemoteFile, degrees_in
-    from shardconv.sendable import sendable
 
     component = small_sets.copied(small_sets.converted("flux", 4), tmp_path / "component")
     (component / "tp4").rename(component / name)

@@ -18,10 +18,10 @@ from handmade import entry, raw_file
 import loader
 import shardconv
 from shardconv import CheckpointError, SetError, convert
+from shardconv.commands.merge import merge
 from shardconv.format.header import FileHeader
 from shardconv.format.manifest import Manifest
 from shardconv.format.sets import open_files
-from shardconv.merging import merge
 
 RANK_0 = "rank-00000-of-00001.safetensors"
 WEIGHT = "blocks.1.attn.to_out.0.weight"  # cut on dim 1, in the last block

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from shardconv import CheckpointError, SetError, svg
 from shardconv.cli.main import main
-from shardconv.inspecting import inspect
+from shardconv.commands.inspect import inspect
 
 SVG = "{http://www.w3.org/2000/svg}"
 RANK_1 = "rank-00001-of-00004.safetensors"

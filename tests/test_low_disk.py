@@ -16,8 +16,9 @@ import toys
 from small_pipelines import build_flux_pipeline
 from stand_in_hub import Repo, Request, StandInHub
 
-from shardconv import HubError, OutputError, UsageError, convert, lowdisk
+from shardconv import HubError, OutputError, UsageError, convert
 from shardconv.cli.main import main
+from shardconv.commands import low_disk as lowdisk
 from shardconv.remote import hub as hub_module
 
 REPO = "org/tiny"

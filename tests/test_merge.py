@@ -12,11 +12,12 @@ import toys
 from safetensors.torch import load_file
 
 import shardconv
-from shardconv import merging, resharding
 from shardconv.cli.main import main
 from shardconv.cli.merge import parse_size
+from shardconv.commands import merge as merging
+from shardconv.commands import reshard as resharding
+from shardconv.commands.merge import merge
 from shardconv.engine import run as engine
-from shardconv.merging import merge
 from shardconv.plans.catalogue import small_models
 
 

@@ -19,8 +19,8 @@ from stand_in_hub import StandInHub
 import loader
 import shardconv
 from shardconv import CheckpointError, PlanError, ShardconvError, UsageError
-from shardconv.catalogue import listing
 from shardconv.checking import check
+from shardconv.commands import plans as listing
 from shardconv.libraries import diffusers as models
 from shardconv.plans.catalogue import cases
 

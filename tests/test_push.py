@@ -22,8 +22,9 @@ import toys
 from stand_in_hub import File, Repo, Request, StandInHub, User
 
 import shardconv
-from shardconv import HubError, SetError, pushing
+from shardconv import HubError, SetError
 from shardconv.cli.main import main
+from shardconv.commands import push as pushing
 
 REPO = "org/tiny-tp"
 SECRET = "hf_alice"

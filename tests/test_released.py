@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardconv.catalogue.listing import row_of
+from shardconv.commands.plans import row_of
 from shardconv.errors import PlanError
 from shardconv.libraries import diffusers as models
 from shardconv.plans.catalogue.released import RELEASED

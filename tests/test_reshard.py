@@ -20,10 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardconv
-from shardconv import Manifest, OutputError, PlanError, SetError, UsageError, reshard, resharding
+from shardconv import Manifest, OutputError, PlanError, SetError, UsageError, reshard
 from shardconv.cli.main import main
+from shardconv.commands import reshard as resharding
+from shardconv.commands.merge import merge
 from shardconv.engine import run as engine
-from shardconv.merging import merge
 from shardconv.plans.catalogue import small_models
 
 

@@ -10,14 +10,14 @@ import small_sets
 from loader import readahead
 from loader.locate import find_set
 from shardconv import SetError, reshard
+from shardconv.commands.inspect import inspect
+from shardconv.commands.merge import merge
+from shardconv.commands.sendable import sendable
+from shardconv.commands.verify import verify
 from shardconv.format.sets import any_set, components_in, set_folders
-from shardconv.inspecting import inspect
-from shardconv.merging import merge
 from shardconv.remote.hub import Listing, RemoteFile, degrees_in
-from shardconv.sendable import sendable
 from shardconv.target import folder as destination
 from shardconv.target.folder import sets_in
-from shardconv.verifying import verify
 
 NAMES = ["tp04", "tp0", "tp", "tp\u0664", "tp\u00b2", "TP4", "tp4 ", "tp4\n", "tp-4", "tp+4", "tp4.partial", ".tp4"]
 

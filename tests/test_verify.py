@@ -18,8 +18,8 @@ import shardconv
 from loader.validate import open_set
 from shardconv import Manifest, SetError, verify
 from shardconv.cli.main import main
+from shardconv.commands.inspect import inspect
 from shardconv.format.header import FileHeader
-from shardconv.inspecting import inspect
 from shardconv.remote.hub import Listing, Repo
 from shardconv.source import fetch as fetching
 

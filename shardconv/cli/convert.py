@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from ..conversion import Outcome, convert_all
+from ..commands.convert import Outcome, convert_all
+from ..commands.prepare import DTYPES, Options
 from ..format.manifest import Manifest
 from ..format.plan import read_plan_file
 from ..format.summary import Summary, human, summarize
 from ..plans.auto_rows import AUTO_ROWS
-from ..preparation import DTYPES, Options
 from .output import DONE, report, report_json, talk
 from .progress import progress_bars
 

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from ..commands.inspect import Held, Inspected, inspect
 from ..errors import OutputError
 from ..format.manifest import Manifest
 from ..format.plan import plan_to_json
 from ..format.summary import human, summarize
-from ..inspecting import Held, Inspected, inspect
 from ..svg import Chart, Row, draw
 from .convert import figures, table
 from .output import report, report_json

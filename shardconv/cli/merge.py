@@ -6,8 +6,8 @@ import argparse
 import re
 from pathlib import Path
 
+from ..commands.merge import MAX_SHARD_NBYTES, merge
 from ..errors import UsageError
-from ..merging import MAX_SHARD_NBYTES, merge
 from .output import DONE, report, report_json
 from .progress import progress_bars
 

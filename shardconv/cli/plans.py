@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..catalogue.listing import Row, plan_of, rows
+from ..commands.plans import Row, plan_of, rows
 from .output import report, report_json
 
 NAME = "plans"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from ..commands.push import Pushed, push
 from ..errors import UsageError
 from ..format.summary import human
-from ..pushing import Pushed, push
 from .output import DONE, report, report_json, talk
 from .progress import progress_bars
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ..resharding import reshard_all
+from ..commands.reshard import reshard_all
 from .convert import as_json, as_text
 from .output import DONE, report, report_json, talk
 from .progress import progress_bars

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
+from ..commands.verify import Verified, verify_all
 from ..errors import SetError
 from ..format.summary import human
-from ..verifying import Verified, verify_all
 from .output import report, report_json, talk
 from .progress import progress_bars
 

@@ -16,6 +16,7 @@ import xxhash
 from mutation import Case
 from safetensors import SafetensorError, safe_open
 
+from shardconv.commands.merge import merge
 from shardconv.errors import ShardconvError
 from shardconv.format.cut import Cut
 from shardconv.format.header import FileHeader
@@ -23,7 +24,6 @@ from shardconv.format.layout import StoredTensor, file_header
 from shardconv.format.manifest import FileRecord, Manifest, Source, SourceFileRecord, _from_json
 from shardconv.format.plan import REPLICATED, Rule, Style, read_plan_file
 from shardconv.format.sets import open_files
-from shardconv.merging import merge
 from shardconv.source.checkpoint import config_digest, open_checkpoint
 from shardconv.source.locate import pipeline_components
 from shardconv.system.jsonfile import parse

@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import SetError, ShardconvError, UsageError
-from .format.manifest import Manifest
-from .source.checkpoint import CONFIG_NAME, MANIFEST_NAME
-from .source.locate import MODEL_INDEX, pipeline_components
-from .system.links import files_in, leads_out, link_issues
-from .target.folder import degree_of, is_hidden, sets_in, unfinished_degree
+from ..errors import SetError, ShardconvError, UsageError
+from ..format.manifest import Manifest
+from ..source.checkpoint import CONFIG_NAME, MANIFEST_NAME
+from ..source.locate import MODEL_INDEX, pipeline_components
+from ..system.links import files_in, leads_out, link_issues
+from ..target.folder import degree_of, is_hidden, sets_in, unfinished_degree
 
 _ABOUT = ("LICENSE", "NOTICE")  # files of the root that go along, by how their names begin
 

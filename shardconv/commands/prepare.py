@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ._version import __version__
-from .errors import CheckpointError, OutputError, PlanError, as_one, every
-from .format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
-from .format.manifest import FileRecord, Manifest, Source, SourceFileRecord
-from .format.plan import Plan
-from .libraries.diffusers import kept_in_fp32
-from .plans.facts import ModelFacts
-from .plans.planner import Planner
-from .source.checkpoint import (
+from .._version import __version__
+from ..errors import CheckpointError, OutputError, PlanError, as_one, every
+from ..format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
+from ..format.manifest import FileRecord, Manifest, Source, SourceFileRecord
+from ..format.plan import Plan
+from ..libraries.diffusers import kept_in_fp32
+from ..plans.facts import ModelFacts
+from ..plans.planner import Planner
+from ..source.checkpoint import (
     Checkpoint,
     check_variant,
     config_digest,
@@ -24,8 +24,8 @@ from .source.checkpoint import (
     shorten,
     unexpected_names,
 )
-from .source.locate import Located, components
-from .target.folder import check_target, set_folder_name
+from ..source.locate import Located, components
+from ..target.folder import check_target, set_folder_name
 
 DTYPES: Mapping[str, str] = {
     "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16", "fp32": "F32", "float32": "F32",

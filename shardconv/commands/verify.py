@@ -7,16 +7,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .engine import run as engine
-from .errors import SetError, ShardconvError
-from .format.header import FileHeader
-from .format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
-from .format.manifest import Manifest
-from .format.sets import component_of, components_in, read_files, set_folders
-from .libraries.diffusers import kept_in_fp32
-from .source.checkpoint import CONFIG_NAME, MANIFEST_NAME, Checkpoint, config_digest, open_checkpoint, read_config
-from .source.locate import locate
-from .target.folder import degree_of, is_hidden, is_set_file
+from ..engine import run as engine
+from ..errors import SetError, ShardconvError
+from ..format.header import FileHeader
+from ..format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
+from ..format.manifest import Manifest
+from ..format.sets import component_of, components_in, read_files, set_folders
+from ..libraries.diffusers import kept_in_fp32
+from ..source.checkpoint import CONFIG_NAME, MANIFEST_NAME, Checkpoint, config_digest, open_checkpoint, read_config
+from ..source.locate import locate
+from ..target.folder import degree_of, is_hidden, is_set_file
 
 NewProgress = Callable[[str, int], engine.Progress]
 

@@ -12,21 +12,19 @@ from typing import Any, Literal
 
 import xxhash
 
-from . import lowdisk
-from .engine import run as engine
-from .engine.slices import write_headers
-from .errors import CheckpointError, Interrupted, OutputError, SetError, ShardconvWarning, UsageError
-from .format.manifest import Manifest
-from .format.plan import Plan, parse_plan, read_plan_file
-from .format.sets import open_files
-from .plans.auto_rows import AUTO_ROWS
-from .preparation import DTYPES, Forecast, Job, Options, prepare
-from .source.checkpoint import CONFIG_NAME, MANIFEST_NAME
-from .source.fetch import Snapshot
-from .source.locate import cold_weights, locate, rest_of_pipeline
-from .system.links import followed
-from .system.pagecache import ReadAhead
-from .target.folder import (
+from ..engine import run as engine
+from ..engine.slices import write_headers
+from ..errors import CheckpointError, Interrupted, OutputError, SetError, ShardconvWarning, UsageError
+from ..format.manifest import Manifest
+from ..format.plan import Plan, parse_plan, read_plan_file
+from ..format.sets import open_files
+from ..plans.auto_rows import AUTO_ROWS
+from ..source.checkpoint import CONFIG_NAME, MANIFEST_NAME
+from ..source.fetch import Snapshot
+from ..source.locate import cold_weights, locate, rest_of_pipeline
+from ..system.links import followed
+from ..system.pagecache import ReadAhead
+from ..target.folder import (
     PartialFolder,
     check_links,
     check_space,
@@ -37,7 +35,9 @@ from .target.folder import (
     sets_in,
     unfinished,
 )
-from .target.journal import Journal, conversion_key, finished
+from ..target.journal import Journal, conversion_key, finished
+from . import low_disk as lowdisk
+from .prepare import DTYPES, Forecast, Job, Options, prepare
 
 READ_AHEAD_NBYTES = 6 * 1000**3  # what a disk gives while Python imports; more could push out what is needed first
 

@@ -9,18 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ._version import __version__
-from .conversion import NewProgress, Outcome, standing
-from .engine import run as engine
-from .engine.slices import check_digests, slices_of, write_headers
-from .errors import OutputError, SetError, ShardconvWarning, UsageError, every
-from .format.layout import SetLayout, plan_layout
-from .format.manifest import FileRecord, Manifest
-from .format.plan import REPLICATED
-from .format.sets import SetFile, any_set, component_of, components_in, open_files
-from .source.checkpoint import CONFIG_NAME, MANIFEST_NAME, config_digest, read_config
-from .source.locate import MODEL_INDEX, rest_of_pipeline
-from .target.folder import (
+from .._version import __version__
+from ..engine import run as engine
+from ..engine.slices import check_digests, slices_of, write_headers
+from ..errors import OutputError, SetError, ShardconvWarning, UsageError, every
+from ..format.layout import SetLayout, plan_layout
+from ..format.manifest import FileRecord, Manifest
+from ..format.plan import REPLICATED
+from ..format.sets import SetFile, any_set, component_of, components_in, open_files
+from ..source.checkpoint import CONFIG_NAME, MANIFEST_NAME, config_digest, read_config
+from ..source.locate import MODEL_INDEX, rest_of_pipeline
+from ..target.folder import (
     PartialFolder,
     check_component,
     check_links,
@@ -31,6 +30,7 @@ from .target.folder import (
     sets_in,
     unfinished,
 )
+from .convert import NewProgress, Outcome, standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +168,8 @@ def _check_degree(source: Manifest, config: Mapping[str, Any], tp: int) -> tuple
     blocks = [size for tensor in source.tensors if tensor.cut for size in tensor.cut.block_sizes]
     if not any(size % tp for size in (*source.head_counts, *blocks)) and (source.tp_degree > 1 or tp == 1):
         return ()
-    from .libraries import diffusers as models
-    from .plans.resolve import resolve
+    from ..libraries import diffusers as models
+    from ..plans.resolve import resolve
 
     cls = models.model_class(source.model_class, config)
     model = models.skeleton(cls, config)

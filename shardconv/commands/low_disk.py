@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from .engine import run as engine
-from .errors import OutputError
-from .format.layout import ConvertPlan
-from .preparation import Job
-from .remote.hub_cache import digest_of
-from .source.fetch import Snapshot
-from .target.folder import claimed
-from .target.journal import Journal
+from ..engine import run as engine
+from ..errors import OutputError
+from ..format.layout import ConvertPlan
+from ..remote.hub_cache import digest_of
+from ..source.fetch import Snapshot
+from ..target.folder import claimed
+from ..target.journal import Journal
+from .prepare import Job
 
 _STAGING = ".shardconv.source-"  # what the name of a folder for downloads begins with
 
