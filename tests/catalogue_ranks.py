@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 import loader
-from loader import check_ranks, fixups, linear, norms, parallel
+from loader import fixups, linear, norms, parallel
 from shardconv.errors import LoadError, ShardconvWarning
 from shardconv.format.plan import Plan
 from shardconv.plans.catalogue import ENTRIES, cases, small_models
+from shardconv.trial import check_ranks
 
 for _name in cases.CASES.keys() & set(dir(diffusers)):
     getattr(diffusers, _name)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import ranks
 
-from shardconv.checking import TOLERANCE, _few_layers, check
 from shardconv.cli.main import main
 from shardconv.commands.plans import plan_of
 from shardconv.errors import UsageError
 from shardconv.plans.catalogue import cases
+from shardconv.trial.check import TOLERANCE, _few_layers, check
 
 WAN, PIXART, CHROMA = "WanTransformer3DModel", "PixArtTransformer2DModel", "ChromaTransformer2DModel"
 

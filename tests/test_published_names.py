@@ -19,10 +19,10 @@ from stand_in_hub import StandInHub
 import loader
 import shardconv
 from shardconv import CheckpointError, PlanError, ShardconvError, UsageError
-from shardconv.checking import check
 from shardconv.commands import plans as listing
 from shardconv.libraries import diffusers as models
 from shardconv.plans.catalogue import cases
+from shardconv.trial.check import check
 
 PIXART, OLD = "PixArtTransformer2DModel", "Transformer2DModel"
 # Of the config that PixArt-XL-2-1024-MS has; no class of today has these arguments.

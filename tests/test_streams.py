@@ -18,16 +18,16 @@ from pathlib import Path
 import pytest
 import toys
 
-from loader import check_ranks
-from shardconv import checking, demo
-from shardconv.checking import Difference, Verdict
-from shardconv.children import run_together
 from shardconv.cli import check
 from shardconv.cli.main import main
 from shardconv.errors import RanksFailed
 from shardconv.plans.catalogue import small_models
 from shardconv.target import folder as destination
 from shardconv.target.folder import PartialFolder
+from shardconv.trial import check as checking
+from shardconv.trial import check_ranks, demo
+from shardconv.trial.check import Difference, Verdict
+from shardconv.trial.children import run_together
 
 pytestmark = pytest.mark.slow
 SHARDCONV = f"{shlex.quote(sys.executable)} -m shardconv"
@@ -208,10 +208,10 @@ def test_a_rank_of_check_that_dies_is_named(tmp_path: Path) -> None:
 # In the ranks' process, rank 1 runs out of memory when it is to shard the model.
 FAILING = """
 import sys
-import shardconv.checking as checking
+import shardconv.trial.check as checking
 checking.COMMAND = [sys.executable, "-c", '''
 import os, signal, sys
-import loader.check_ranks as ranks
+import shardconv.trial.check_ranks as ranks
 real = ranks.parallelize
 def parallelize(*args, **kwargs):
     if ranks.dist.get_rank() == 1:

@@ -6,10 +6,10 @@ import argparse
 import math
 from collections.abc import Iterator
 
-from ..checking import TOLERANCE, Verdict, check
 from ..errors import PlanError, printable
 from ..format.plan import read_plan_file
 from ..plans.auto_rows import AUTO_ROWS
+from ..trial.check import TOLERANCE, Verdict, check
 from .output import report, report_json
 
 NAME = "check"

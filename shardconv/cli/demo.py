@@ -25,6 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Show the demo."""
-    from ..demo import run_demo
+    from ..trial.demo import run_demo
 
     run_demo(args.model, args.keep, say=report)

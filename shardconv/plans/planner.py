@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Literal
 
-from ..children import how_ended
 from ..format.plan import Plan, parse_plan, plan_to_json
 from ..libraries import diffusers as models
+from ..trial.children import how_ended
 from .facts import ModelFacts, model_facts
 
 LOG = logging.getLogger(__name__)

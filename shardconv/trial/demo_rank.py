@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import loader
-from shardconv.plans.catalogue import small_models
+
+from ..plans.catalogue import small_models
 
 
 def main(name: str, out: str, folder: str, size: str, rank: str) -> None:

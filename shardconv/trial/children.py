@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import RanksFailed
+from ..errors import RanksFailed
 
 SAID_LINES = 40  # of what a process wrote before it failed
 SAID_CHARACTERS = 20_000

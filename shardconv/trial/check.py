@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..errors import UsageError
+from ..format.plan import Plan, plan_to_json
+from ..libraries import diffusers as models
+from ..plans.auto_rows import AUTO_ROWS
+from ..plans.catalogue.cases import CASES
+from ..source.checkpoint import read_config
 from .children import ranks_failed, run_together
-from .errors import UsageError
-from .format.plan import Plan, plan_to_json
-from .libraries import diffusers as models
-from .plans.auto_rows import AUTO_ROWS
-from .plans.catalogue.cases import CASES
-from .source.checkpoint import read_config
 
 TOLERANCE = 1e-5  # largest difference of an output, relative to the largest value in it
 _LAYERS = re.compile(r"layer|blocks|depth$|capacity_factors")  # config keys that say how many layers there are
 FEW = 2  # layers that are left of a real config
-COMMAND = (sys.executable, "-m", "loader.check_ranks")
+COMMAND = (sys.executable, "-m", "shardconv.trial.check_ranks")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ..commands.convert import convert
+from ..errors import Interrupted, ShardconvError, UsageError
+from ..format.manifest import Manifest
+from ..format.summary import human, summarize
+from ..plans.catalogue import small_models
 from .children import run_together
-from .commands.convert import convert
-from .errors import Interrupted, ShardconvError, UsageError
-from .format.manifest import Manifest
-from .format.summary import human, summarize
-from .plans.catalogue import small_models
 
 TP = 2
 TOLERANCE = 1e-5  # largest difference, relative to the largest output, in fp32
@@ -89,6 +89,6 @@ def _verdict(difference: float) -> str:
 def _run_ranks(name: str, out: Path) -> list[dict[str, float]]:
     """Run the ranks, a process each, and collect what they report."""
     with tempfile.TemporaryDirectory(prefix="shardconv-demo-") as folder:
-        command = [sys.executable, "-m", "loader.demo_rank", name, str(out), folder, str(TP)]
+        command = [sys.executable, "-m", "shardconv.trial.demo_rank", name, str(out), folder, str(TP)]
         run_together("demo", [[*command, str(rank)] for rank in range(TP)], Path(folder))
         return [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(TP)]

@@ -24,15 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardconv.errors import ShardconvError
-from shardconv.format.cut import Cut
-from shardconv.format.plan import Plan, parse_plan
-from shardconv.libraries.diffusers import class_plan
-from shardconv.plans.auto_rows import AUTO_ROWS, auto_rows
-from shardconv.plans.catalogue import cases
-from shardconv.plans.resolve import Resolution, resolve
+from loader.parallel import parallelize, take_slice
 
-from .parallel import parallelize, take_slice
+from ..errors import ShardconvError
+from ..format.cut import Cut
+from ..format.plan import Plan, parse_plan
+from ..libraries.diffusers import class_plan
+from ..plans.auto_rows import AUTO_ROWS, auto_rows
+from ..plans.catalogue import cases
+from ..plans.resolve import Resolution, resolve
 
 LAYER_TOLERANCE = 1e-4  # of a layer's largest value; layers in the middle may amplify what the output does not show
 SHOWN = 5  # layers that differ

@@ -1,0 +1,1 @@
+"""Runs the loader on CPU ranks: `shardconv check` and `shardconv demo`."""
