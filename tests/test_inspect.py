@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from shardconv import CheckpointError, SetError, svg
+from shardconv import CheckpointError, SetError
+from shardconv.cli import svg
 from shardconv.cli.main import main
 from shardconv.commands.inspect import inspect
 

@@ -11,9 +11,9 @@ from ..errors import OutputError
 from ..format.manifest import Manifest
 from ..format.plan import plan_to_json
 from ..format.summary import human, summarize
-from ..svg import Chart, Row, draw
 from .convert import figures, table
 from .output import report, report_json
+from .svg import Chart, Row, draw
 
 NAME = "inspect"
 HELP = "say what a file, a set or an output folder is"

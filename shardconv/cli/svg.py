@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .format.summary import human
+from ..format.summary import human
 
 WIDTH = 960  # pixels, as are all lengths below
 _LEFT, _RIGHT = 120, 850  # where bars begin, and where the longest one ends
