@@ -133,7 +133,7 @@ def _ours(job: Job, verify: bool = False) -> Load:
     fake_group(job)
     model_class(job.source)
     from loader import load as runtime
-    from loader.ranks import ranks_of
+    from loader.group.ranks import ranks_of
 
     runtime.heed = lambda ranks: None  # type: ignore[attr-defined]  # the other ranks are not there to be heard
 

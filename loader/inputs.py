@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shardconv.errors import LoadError, ShardconvWarning
 
-from .agreement import together
-from .ranks import Ranks, ranks_of
+from .group.agreement import together
+from .group.ranks import Ranks, ranks_of
 from .refusals import check_model
 
 MAX_VALUES = 100_000  # looked at in one call; what holds more, such as a whole pipeline, was not meant as an input

@@ -23,12 +23,12 @@ from shardconv.system.crew import PATIENCE_S, Crew, check_stop, stoppable
 from shardconv.system.pagecache import is_cached
 
 from . import remote
-from .agreement import heed, one_call, together
+from .group.agreement import heed, one_call, together
+from .group.ranks import TIMEOUT_S, Ranks, place_of, ranks_of
 from .inputs import compare_next_call
 from .joining import join
 from .locate import find_set
 from .parallel import apply, check_layers
-from .ranks import TIMEOUT_S, Ranks, place_of, ranks_of
 from .readahead import read_ahead
 from .transfer import map_file, read_file, read_into_memory
 from .validate import OpenSet, check_model, checking, open_set

@@ -19,11 +19,11 @@ from shardconv.plans.auto_rows import AUTO_ROWS, auto_rows
 from shardconv.plans.match import PlannedModule
 from shardconv.plans.resolve import Resolution, resolve
 
-from .agreement import one_call, together
 from .fixups import make_counts_local, slice_ropes, sum_outputs
+from .group.agreement import one_call, together
+from .group.ranks import Ranks, ranks_of
 from .inputs import compare_next_call
 from .linear import make_local, make_local_conv
-from .ranks import Ranks, ranks_of
 from .refusals import check_model, check_plain, mark_sharded
 
 _SAMPLE_NBYTES = 4096  # bytes at either end of a parameter by which ranks compare their models

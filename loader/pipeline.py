@@ -20,9 +20,9 @@ from shardconv.system.crew import stoppable
 from shardconv.target.folder import sets_in, unfinished_degree
 
 from . import remote
-from .agreement import heed, one_call, together
+from .group.agreement import heed, one_call, together
+from .group.ranks import TIMEOUT_S, Ranks, place_of, ranks_of
 from .load import load_model
-from .ranks import TIMEOUT_S, Ranks, place_of, ranks_of
 from .refusals import refuse_on_pipeline
 
 

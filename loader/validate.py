@@ -22,8 +22,8 @@ from shardconv.source.checkpoint import config_digest, read_config
 from shardconv.system.cores import usable_cores
 from shardconv.system.crew import PATIENCE_S, Crew, check_stop
 
+from .group.ranks import ranks_of_node
 from .locate import no_set_for
-from .ranks import ranks_of_node
 
 HASHERS = 16  # threads at most, never more than this rank's share of the cores
 HASHED_NBYTES = 256 << 20  # bytes hashed at once; between two parts a thread waits for the interpreter lock

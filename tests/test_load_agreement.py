@@ -24,8 +24,8 @@ import torch.distributed as dist
 import loader
 import shardconv
 from loader import load
-from loader.agreement import merged
-from loader.processes import has_ended, this_process
+from loader.group.agreement import merged
+from loader.group.processes import has_ended, this_process
 from shardconv.libraries import diffusers as models
 
 NAME = "qwenimage21"
@@ -289,7 +289,7 @@ def test_a_process_is_known_to_have_ended_or_not():
     """A running process and one of another machine have not ended; one that was waited for, a zombie, and one whose
     number another process has got, have."""
     assert not has_ended(this_process())
-    code = "from loader.processes import this_process; print(this_process(), flush=True); input()"
+    code = "from loader.group.processes import this_process; print(this_process(), flush=True); input()"
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         told = child.stdout.readline()

@@ -223,7 +223,7 @@ def test_projections_are_fused_after_sharding() -> None:
 )  # fmt: skip
 def test_a_launcher_without_a_group_is_noticed(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Several processes of srun or mpirun that never met load the whole model each: said once a process."""
-    from loader import ranks as loader_ranks
+    from loader.group import ranks as loader_ranks
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for name, value in variables.items():
@@ -241,7 +241,7 @@ def test_a_launcher_without_a_group_is_noticed(variables: dict[str, str], monkey
 )
 def test_one_process_is_no_matter(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of one task in a job of several, one process under mpirun, or no launcher: nothing is said."""
-    from loader import ranks as loader_ranks
+    from loader.group import ranks as loader_ranks
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for name, value in variables.items():

@@ -1,0 +1,1 @@
+"""The ranks that share a model, and how they agree."""
