@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .readahead import prefetch
+from .files.readahead import prefetch
 
 if TYPE_CHECKING:
     from .inputs import check_inputs as check_inputs

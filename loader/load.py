@@ -22,16 +22,16 @@ from shardconv.libraries import diffusers as models
 from shardconv.system.crew import PATIENCE_S, Crew, check_stop, stoppable
 from shardconv.system.pagecache import is_cached
 
-from . import remote
+from .files import fetch as remote
+from .files.locate import find_set
+from .files.readahead import read_ahead
+from .files.validate import OpenSet, check_model, checking, open_set
 from .group.agreement import heed, one_call, together
 from .group.ranks import TIMEOUT_S, Ranks, place_of, ranks_of
 from .inputs import compare_next_call
 from .joining import join
-from .locate import find_set
 from .parallel import apply, check_layers
-from .readahead import read_ahead
 from .transfer import map_file, read_file, read_into_memory
-from .validate import OpenSet, check_model, checking, open_set
 
 TRANSFERS = ("mmap", "read")
 

@@ -19,7 +19,7 @@ from shardconv.source.locate import MODEL_INDEX, pipeline_components
 from shardconv.system.crew import stoppable
 from shardconv.target.folder import sets_in, unfinished_degree
 
-from . import remote
+from .files import fetch as remote
 from .group.agreement import heed, one_call, together
 from .group.ranks import TIMEOUT_S, Ranks, place_of, ranks_of
 from .load import load_model

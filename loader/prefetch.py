@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from .readahead import prefetch
+from .files.readahead import prefetch
 
 USAGE = """usage: python -m loader.prefetch PATH -- SCRIPT [ARGS ...]
 example: torchrun --nproc-per-node 4 -m loader.prefetch out -- serve.py"""

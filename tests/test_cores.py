@@ -10,7 +10,7 @@ import pytest
 import small_sets
 
 import loader
-from loader import validate
+from loader.files import validate
 from shardconv import verify
 from shardconv.engine import run as engine
 from shardconv.system import cores

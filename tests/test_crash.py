@@ -25,7 +25,7 @@ import toys
 from safetensors.torch import load_file
 
 import loader
-from loader.locate import find_set
+from loader.files.locate import find_set
 from shardconv import LoadError, OutputError, SetError, convert
 from shardconv.cli.main import main
 from shardconv.commands.convert import Options, convert_all

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import loader
 import shardconv
 from loader import load, parallel
-from loader.locate import find_set
+from loader.files.locate import find_set
 from shardconv.format.header import DATA_ALIGNMENT, FileHeader
 from shardconv.format.manifest import Manifest
 from shardconv.libraries import diffusers as models

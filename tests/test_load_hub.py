@@ -28,7 +28,7 @@ from stand_in_hub import File, StandInHub, User
 
 import loader
 import shardconv
-from loader import remote
+from loader.files import fetch as remote
 from shardconv import HubError, SetError
 
 REPO = "org/tiny-tp"

@@ -23,7 +23,7 @@ from torch import nn
 import loader
 import shardconv
 from loader import joining
-from loader.locate import find_set
+from loader.files.locate import find_set
 from shardconv.format.cut import Cut
 from shardconv.format.header import FileHeader
 from shardconv.format.manifest import Manifest
@@ -200,7 +200,7 @@ def test_the_own_degree_comes_first_then_the_smallest_multiple(degrees, size, ta
 
 def test_a_rank_needs_only_the_files_it_joins(tmp_path: Path):
     """Files of other ranks may be missing, those of its own are opened, and a missing one of them is named."""
-    from loader.validate import open_set
+    from loader.files.validate import open_set
 
     out = small_sets.copied(small_sets.converted("flux", 4), tmp_path / "out")
     names = [f"rank-0000{rank}-of-00004.safetensors" for rank in range(4)]

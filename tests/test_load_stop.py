@@ -24,7 +24,8 @@ import torch.distributed as dist
 from stand_in_hub import File, StandInHub
 
 import loader
-from loader import load, pipeline, validate
+from loader import load, pipeline
+from loader.files import validate
 from shardconv import HubError, SetError
 
 NAME = "qwenimage21"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import loader
-from loader import readahead
+from loader.files import readahead
 from shardconv.system.pagecache import drop, is_cached
 
 NBYTES = 20_000_000

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import small_sets
 
-from loader import readahead
-from loader.locate import find_set
+from loader.files import readahead
+from loader.files.locate import find_set
 from shardconv import SetError, reshard
 from shardconv.commands.inspect import inspect
 from shardconv.commands.merge import merge

@@ -22,7 +22,8 @@ import torch
 
 import loader
 import shardconv
-from loader import load, transfer, validate
+from loader import load, transfer
+from loader.files import validate
 from loader.transfer import map_file, read_into_memory
 from shardconv.format.header import FileHeader, TensorEntry, encode_header
 

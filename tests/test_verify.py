@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import loader
 import shardconv
-from loader.validate import open_set
+from loader.files.validate import open_set
 from shardconv import Manifest, SetError, verify
 from shardconv.cli.main import main
 from shardconv.commands.inspect import inspect

@@ -22,7 +22,7 @@ from shardconv.source.checkpoint import config_digest, read_config
 from shardconv.system.cores import usable_cores
 from shardconv.system.crew import PATIENCE_S, Crew, check_stop
 
-from .group.ranks import ranks_of_node
+from ..group.ranks import ranks_of_node
 from .locate import no_set_for
 
 HASHERS = 16  # threads at most, never more than this rank's share of the cores

@@ -21,8 +21,8 @@ from shardconv.source.locate import MODEL_INDEX, pipeline_components
 from shardconv.system.crew import stoppable
 from shardconv.target.folder import set_folder_name
 
-from .group.agreement import heed, together
-from .group.ranks import Ranks
+from ..group.agreement import heed, together
+from ..group.ranks import Ranks
 
 FETCH_S = 12 * 3600  # that a rank waits for others to download; one whose process ends is noticed before
 

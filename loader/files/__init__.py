@@ -1,0 +1,1 @@
+"""From a path or a repo to the checked files of this rank."""
