@@ -18,7 +18,7 @@ from shardconv.errors import LoadError, ShardconvWarning
 
 from .group.agreement import together
 from .group.ranks import Ranks, ranks_of
-from .refusals import check_model
+from .layers.refusals import check_model
 
 MAX_VALUES = 100_000  # looked at in one call; what holds more, such as a whole pipeline, was not meant as an input
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.layout, np.generic, range, slice, type)

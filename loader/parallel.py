@@ -19,12 +19,12 @@ from shardconv.plans.auto_rows import AUTO_ROWS, auto_rows
 from shardconv.plans.match import PlannedModule
 from shardconv.plans.resolve import Resolution, resolve
 
-from .fixups import make_counts_local, slice_ropes, sum_outputs
 from .group.agreement import one_call, together
 from .group.ranks import Ranks, ranks_of
 from .inputs import compare_next_call
-from .linear import make_local, make_local_conv
-from .refusals import check_model, check_plain, mark_sharded
+from .layers.attention import make_counts_local, slice_ropes, sum_outputs
+from .layers.linear import make_local, make_local_conv
+from .layers.refusals import check_model, check_plain, mark_sharded
 
 _SAMPLE_NBYTES = 4096  # bytes at either end of a parameter by which ranks compare their models
 
@@ -149,7 +149,7 @@ def check_layers(model: nn.Module, modules: Sequence[PlannedModule]) -> None:
                 f"{planned.name}: its forward was replaced by another; shard the model first, then replace it"
             )
         if planned.style is Style.NORM_ACROSS_HEADS:
-            from .norms import KINDS  # late, as it imports diffusers: that takes seconds in which files are read
+            from .layers.norms import KINDS  # late, as it imports diffusers: that takes seconds in which files are read
 
             if kind not in KINDS:
                 known = ", ".join(f"{each.__module__}.{each.__name__}" for each in KINDS)
@@ -176,7 +176,7 @@ def apply(model: nn.Module, resolution: Resolution, ranks: Ranks) -> None:
         layer = model.get_submodule(planned.name)
         layer.__dict__.pop("forward", None)  # would hide that of the runtime module
         if planned.style is Style.NORM_ACROSS_HEADS:
-            from .norms import make_local_norm
+            from .layers.norms import make_local_norm
 
             make_local_norm(layer, sum(planned.cut.block_sizes), ranks.group_name)
         elif isinstance(layer, nn.Conv2d):

@@ -22,8 +22,8 @@ from shardconv.target.folder import sets_in, unfinished_degree
 from .files import fetch as remote
 from .group.agreement import heed, one_call, together
 from .group.ranks import TIMEOUT_S, Ranks, place_of, ranks_of
+from .layers.refusals import refuse_on_pipeline
 from .load import load_model
-from .refusals import refuse_on_pipeline
 
 
 def load_pipeline(

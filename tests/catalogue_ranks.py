@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 
 import loader
-from loader import fixups, linear, norms, parallel
+from loader import parallel
+from loader.layers import attention as fixups
+from loader.layers import linear, norms
 from shardconv.errors import LoadError, ShardconvWarning
 from shardconv.format.plan import Plan
 from shardconv.plans.catalogue import ENTRIES, cases, small_models

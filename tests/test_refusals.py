@@ -23,7 +23,7 @@ from torch import nn
 
 import loader
 import shardconv
-from loader.refusals import check_model, check_plain, holds_parameters
+from loader.layers.refusals import check_model, check_plain, holds_parameters
 from shardconv import PlanError, ShardconvWarning, UsageError
 from shardconv.plans.catalogue import ENTRIES, cases
 

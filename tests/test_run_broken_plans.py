@@ -17,7 +17,9 @@ from test_run_models import FP32_TOLERANCE
 from torch import nn
 
 import loader
-from loader import fixups, linear, parallel
+from loader import parallel
+from loader.layers import attention as fixups
+from loader.layers import linear
 from shardconv.format.cut import Cut
 
 SEEN = 100 * FP32_TOLERANCE  # a fault must differ by this much at least, of the largest output

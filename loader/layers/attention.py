@@ -13,7 +13,7 @@ from shardconv.plans.catalogue import entry_of
 from shardconv.plans.catalogue.entry import places_of
 from shardconv.plans.heads import local_attributes
 
-from .group.ranks import Ranks
+from ..group.ranks import Ranks
 from .linear import sum_over_ranks
 
 _GROUPED = 8  # torch's grouped matrix products take rows of 16 bytes, which are 8 elements of bf16

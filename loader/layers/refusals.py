@@ -11,7 +11,7 @@ from torch import nn
 
 from shardconv.errors import PlanError, UsageError
 
-from .group.ranks import Ranks
+from ..group.ranks import Ranks
 
 WAY_OUT = "The ordinary checkpoint comes back with: shardconv merge SET OUT"
 _REFUSED = ("save_pretrained", "load_lora_adapter", "enable_group_offload", "enable_parallelism")
