@@ -146,7 +146,7 @@ def _ours(job: Job, verify: bool = False) -> Load:
 
 
 def _transfer(job: Job) -> Load:
-    from loader.transfer import read_file
+    from loader.transfer.read import read_file
     from shardconv.format.header import FileHeader
 
     def load() -> tuple[Tensors, Any]:
@@ -314,7 +314,7 @@ PEERS = {
     for peer in (
         Peer(OURS, _ours, about="loader.load_model without its closing collective"),
         Peer(VERIFIED, functools.partial(_ours, verify=True), about="the same, every byte hashed first"),
-        Peer("ours, read_file alone", _transfer, about="loader.transfer.read_file: copied, no model"),
+        Peer("ours, read_file alone", _transfer, about="loader.transfer.read.read_file: copied, no model"),
         Peer(STREAMING, _diffusers_streaming, _source, about="from_pretrained(parallel_config=...), own slices only"),
         Peer("diffusers, then shard", _diffusers_then_shard, _source, about="from_pretrained, enable_parallelism"),
         Peer("safetensors load_file", _load_file, about="of our files; no model, nothing wrapped"),

@@ -29,9 +29,9 @@ from .files.validate import OpenSet, check_model, checking, open_set
 from .group.agreement import heed, one_call, together
 from .group.ranks import TIMEOUT_S, Ranks, place_of, ranks_of
 from .inputs import compare_next_call
-from .joining import join
 from .parallel import apply, check_layers
-from .transfer import map_file, read_file, read_into_memory
+from .transfer.join import join
+from .transfer.read import map_file, read_file, read_into_memory
 
 TRANSFERS = ("mmap", "read")
 

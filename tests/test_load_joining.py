@@ -22,8 +22,8 @@ from torch import nn
 
 import loader
 import shardconv
-from loader import joining
 from loader.files.locate import find_set
+from loader.transfer import join as joining
 from shardconv.format.cut import Cut
 from shardconv.format.header import FileHeader
 from shardconv.format.manifest import Manifest

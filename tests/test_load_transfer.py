@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 import shardconv
-from loader import transfer
-from loader.transfer import map_file, read_file
+from loader.transfer import read as transfer
+from loader.transfer.read import map_file, read_file
 from shardconv.format.header import DATA_ALIGNMENT, FileHeader, TensorEntry, encode_header
 from shardconv.system.pagecache import is_cached
 

@@ -22,9 +22,10 @@ import torch
 
 import loader
 import shardconv
-from loader import load, transfer
+from loader import load
 from loader.files import validate
-from loader.transfer import map_file, read_into_memory
+from loader.transfer import read as transfer
+from loader.transfer.read import map_file, read_into_memory
 from shardconv.format.header import FileHeader, TensorEntry, encode_header
 
 NAME = "qwenimage21"

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 
 import loader
 import shardconv
-from loader import transfer
-from loader.transfer import map_file, read_file, read_into_memory
+from loader.transfer import read as transfer
+from loader.transfer.read import map_file, read_file, read_into_memory
 from shardconv.format.header import FileHeader
 
 CPU = torch.device("cpu")
