@@ -18,8 +18,9 @@ from shardconv.format.cut import Cut
 from shardconv.format.header import DTYPE_BITS, FileHeader, nbytes_of
 from shardconv.format.layout import ConvertPlan, plan_layout, stored_tensors
 from shardconv.format.manifest import Source, SourceFileRecord
+from shardconv.format.names import MANIFEST_NAME
 from shardconv.format.plan import Rule, Style
-from shardconv.source.checkpoint import MANIFEST_NAME, SourceFile, SourceTensor, config_digest
+from shardconv.source.checkpoint import SourceFile, SourceTensor, config_digest
 
 CONFIG = {"_class_name": "HandmadeTransformer"}
 RawTensor = tuple[str, str, tuple[int, ...], bytes]  # name, dtype, shape, data

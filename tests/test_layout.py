@@ -26,10 +26,10 @@ from shardconv.format.layout import (
     StoredTensor,
     file_header,
     plan_layout,
-    rank_file_name,
     stored_tensors,
 )
 from shardconv.format.manifest import FileRecord, Manifest, Source, SourceFileRecord
+from shardconv.format.names import rank_file_name
 from shardconv.format.plan import REPLICATED, Rule, Style
 from shardconv.source.checkpoint import SourceFile, SourceTensor
 

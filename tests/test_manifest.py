@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from shardconv.errors import SetError
 from shardconv.format.cut import Cut
-from shardconv.format.layout import REPLICATED_FILE, StoredTensor, plan_layout
+from shardconv.format.layout import StoredTensor, plan_layout
 from shardconv.format.manifest import MANIFEST_NAME, FileRecord, Manifest, Source, SourceFileRecord
+from shardconv.format.names import REPLICATED_FILE
 from shardconv.format.plan import REPLICATED, Rule, Style
 
 

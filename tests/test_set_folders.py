@@ -14,9 +14,9 @@ from shardconv.commands.inspect import inspect
 from shardconv.commands.merge import merge
 from shardconv.commands.sendable import sendable
 from shardconv.commands.verify import verify
+from shardconv.format.names import degree_of, set_folder_name
 from shardconv.format.sets import any_set, components_in, set_folders
 from shardconv.remote.hub import Listing, RemoteFile, degrees_in
-from shardconv.target import folder as destination
 from shardconv.target.folder import sets_in
 
 NAMES = ["tp04", "tp0", "tp", "tp\u0664", "tp\u00b2", "TP4", "tp4 ", "tp4\n", "tp-4", "tp+4", "tp4.partial", ".tp4"]
@@ -33,7 +33,7 @@ def test_a_name_that_only_resembles_one_is_no_sets(name: str, tmp_path: Path) ->
     """Whoever looks for sets finds none: loading, reading ahead, listing, verifying, merging, resharding, pushing."""
     component = small_sets.copied(small_sets.converted("flux2", 4), tmp_path / "out")
     (component / "tp4").rename(component / name)
-    assert destination.degree_of(name) is None
+    assert degree_of(name) is None
     assert sets_in(component) == {}
     assert set_folders(component) == []
     assert readahead._sets(component, 4) == []
@@ -55,10 +55,10 @@ def test_a_name_that_only_resembles_one_is_no_sets(name: str, tmp_path: Path) ->
 @pytest.mark.parametrize("degree", [1, 4, 10, 128])
 def test_every_degree_is_found_by_all(degree: int, tmp_path: Path) -> None:
     """The name that a conversion gives is one to everybody."""
-    name = destination.set_folder_name(degree)
+    name = set_folder_name(degree)
     (tmp_path / name).mkdir()
     (tmp_path / name / "shardconv.json").write_text("{}")
-    assert destination.degree_of(name) == degree
+    assert degree_of(name) == degree
     assert sets_in(tmp_path) == {degree: tmp_path / name}
     assert set_folders(tmp_path) == [tmp_path / name]
     assert readahead._sets(tmp_path, degree) == [tmp_path / name]

@@ -12,14 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from shardconv.errors import HubError, LoadError, SetError, UsageError
-from shardconv.format.layout import REPLICATED_FILE, rank_file_name
+from shardconv.format.names import (
+    CONFIG_NAME,
+    MANIFEST_NAME,
+    MODEL_INDEX,
+    REPLICATED_FILE,
+    rank_file_name,
+    set_folder_name,
+)
 from shardconv.remote.hub import Listing, RemoteFile, Repo, cache_folder, degrees_in, is_repo_name
 from shardconv.remote.tokens import usable_token
-from shardconv.source.checkpoint import CONFIG_NAME, MANIFEST_NAME
 from shardconv.source.fetch import component_files
-from shardconv.source.locate import MODEL_INDEX, pipeline_components
+from shardconv.source.locate import pipeline_components
 from shardconv.system.crew import stoppable
-from shardconv.target.folder import set_folder_name
 
 from ..group.agreement import heed, together
 from ..group.ranks import Ranks

@@ -16,10 +16,10 @@ from ..engine import run as engine
 from ..engine.slices import write_headers
 from ..errors import CheckpointError, Interrupted, OutputError, SetError, ShardconvWarning, UsageError
 from ..format.manifest import Manifest
+from ..format.names import CONFIG_NAME, MANIFEST_NAME
 from ..format.plan import Plan, parse_plan, read_plan_file
 from ..format.sets import open_files
 from ..plans.auto_rows import AUTO_ROWS
-from ..source.checkpoint import CONFIG_NAME, MANIFEST_NAME
 from ..source.fetch import Snapshot
 from ..source.locate import cold_weights, locate, rest_of_pipeline
 from ..system.links import followed

@@ -13,9 +13,9 @@ from ..errors import SetError
 from ..format.cut import Cut
 from ..format.header import FileHeader, nbytes_of
 from ..format.manifest import Manifest
+from ..format.names import MANIFEST_NAME
 from ..format.plan import REPLICATED
 from ..format.sets import about_file, components_in, set_folders
-from ..source.checkpoint import MANIFEST_NAME
 
 SHARDED = "sharded"  # the style of a rank file's tensors where no manifest says more
 STORED = "stored"  # that of a file which is not of a set

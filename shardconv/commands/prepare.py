@@ -11,6 +11,7 @@ from .._version import __version__
 from ..errors import CheckpointError, OutputError, PlanError, as_one, every
 from ..format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
 from ..format.manifest import FileRecord, Manifest, Source, SourceFileRecord
+from ..format.names import set_folder_name
 from ..format.plan import Plan
 from ..libraries.diffusers import kept_in_fp32
 from ..plans.facts import ModelFacts
@@ -25,7 +26,7 @@ from ..source.checkpoint import (
     unexpected_names,
 )
 from ..source.locate import Located, components
-from ..target.folder import check_target, set_folder_name
+from ..target.folder import check_target
 
 DTYPES: Mapping[str, str] = {
     "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16", "fp32": "F32", "float32": "F32",

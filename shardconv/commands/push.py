@@ -11,16 +11,14 @@ from pathlib import Path
 from .._version import __version__
 from ..errors import HubError, Interrupted, SetError, UsageError
 from ..format.manifest import Manifest
+from ..format.names import CONFIG_NAME, MANIFEST_NAME, MODEL_INDEX, is_set_file
 from ..remote import card
 from ..remote.access import make_ready, owed_to_sources
 from ..remote.hub import Listing, RemoteFile, Repo, card_metadata, degrees_in, front_matter, is_repo_name
 from ..remote.hub_cache import digest_of
 from ..remote.tokens import usable_token
-from ..source.checkpoint import CONFIG_NAME, MANIFEST_NAME
-from ..source.locate import MODEL_INDEX
 from ..system.cores import usable_cores
 from ..system.crew import PATIENCE_S, Crew
-from ..target.folder import is_set_file
 from .sendable import Sendable, SendableSet, sendable
 from .verify import NewProgress, verify
 

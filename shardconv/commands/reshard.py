@@ -15,10 +15,11 @@ from ..engine.slices import check_digests, slices_of, write_headers
 from ..errors import OutputError, SetError, ShardconvWarning, UsageError, every
 from ..format.layout import SetLayout, plan_layout
 from ..format.manifest import FileRecord, Manifest
+from ..format.names import CONFIG_NAME, MANIFEST_NAME, MODEL_INDEX, set_folder_name
 from ..format.plan import REPLICATED
 from ..format.sets import SetFile, any_set, component_of, components_in, open_files
-from ..source.checkpoint import CONFIG_NAME, MANIFEST_NAME, config_digest, read_config
-from ..source.locate import MODEL_INDEX, rest_of_pipeline
+from ..source.checkpoint import config_digest, read_config
+from ..source.locate import rest_of_pipeline
 from ..target.folder import (
     PartialFolder,
     check_component,
@@ -26,7 +27,6 @@ from ..target.folder import (
     check_space,
     copied_nbytes,
     link_files,
-    set_folder_name,
     sets_in,
     unfinished,
 )

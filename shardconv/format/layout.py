@@ -13,16 +13,11 @@ from ..errors import CheckpointError
 from ..source.checkpoint import SourceTensor
 from .cut import Cut, Rows, rows_of
 from .header import CAST_FLOATS, DTYPE_BITS, TensorEntry, encode_header, nbytes_of
+from .names import REPLICATED_FILE, rank_file_name
 from .plan import REPLICATED, Style
 
 FORMAT_VERSION = 1
 TENSOR_ALIGNMENT = 256  # bytes; as many tensors as possible start on a multiple of this
-REPLICATED_FILE = "replicated.safetensors"
-
-
-def rank_file_name(rank: int, tp: int) -> str:
-    """Never matches diffusers' own weight pattern, which its `save_pretrained` cleans up."""
-    return f"rank-{rank:05d}-of-{tp:05d}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from typing import Any
 import xxhash
 
 from ..errors import SetError
-from ..source.checkpoint import MANIFEST_NAME
 from ..system.jsonfile import parse, read_bounded
 from ..system.links import strange_link
 from .cut import Cut
 from .header import DTYPE_BITS, is_astronomic
-from .layout import FORMAT_VERSION, REPLICATED_FILE, SetLayout, StoredTensor, plan_layout, rank_file_name
+from .layout import FORMAT_VERSION, SetLayout, StoredTensor, plan_layout
+from .names import MANIFEST_NAME, REPLICATED_FILE, rank_file_name
 from .plan import REPLICATED, Plan, Style, parse_plan, plan_to_json
 
 MAX_SLICES = 500_000  # tensors times ranks; a large model of 2,000 tensors for 64 ranks has 128,000

@@ -11,13 +11,13 @@ from typing import Any
 import xxhash
 
 from ..errors import SetError, ShardconvError
-from ..source.checkpoint import CONFIG_NAME, MANIFEST_NAME
 from ..system.jsonfile import parse
 from ..system.links import strange_link
-from ..target.folder import degree_of, is_hidden, sets_in
+from ..target.folder import sets_in
 from .header import FileHeader
 from .layout import FORMAT_VERSION, FileLayout, file_header
 from .manifest import FileRecord, Manifest
+from .names import CONFIG_NAME, MANIFEST_NAME, degree_of, is_hidden
 
 
 @dataclass(frozen=True, slots=True)

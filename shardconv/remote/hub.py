@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import HubError
-from ..source.checkpoint import MANIFEST_NAME
+from ..format.names import MANIFEST_NAME, degree_of
 from ..system.crew import PATIENCE_S, Crew, check_stop
 from ..system.jsonfile import MAX_JSON_NBYTES
-from ..target.folder import degree_of
 from .failures import NOT_CACHED, patiently
 from .hub_cache import Cache, digest_of, discard, has_length
 from .tokens import known_secrets, login_issue, usable_token

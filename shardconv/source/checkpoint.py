@@ -18,15 +18,10 @@ import xxhash
 
 from ..errors import CheckpointError
 from ..format.header import FileHeader, TensorEntry
+from ..format.names import CONFIG_NAME, LORA_FILE, MANIFEST_NAME, PICKLE_SUFFIXES, WEIGHTS_STEM
 from ..system.jsonfile import parse, read_bounded
 from ..system.links import strange_link
 
-CONFIG_NAME = "config.json"
-MANIFEST_NAME = "shardconv.json"  # of a converted set
-WEIGHTS_STEM = "diffusion_pytorch_model"
-LORA_FILE = "pytorch_lora_weights.safetensors"
-
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _FOREIGN_SUFFIXES = (".gguf", ".msgpack", ".flashpack", ".onnx")
 _LORA_KEY = re.compile(r"(^|\.)(lora_[AB]|lora_(up|down)|base_layer|lora)(\.|$)|lora_(up|down)\.weight$")
 _ORIGINAL_KEY = re.compile(r"^(double_blocks|single_blocks|joint_blocks|model\.diffusion_model|net\.blocks)\.")
@@ -147,7 +142,7 @@ def no_config(folder: str, names: Sequence[str]) -> str:
             path = Path(folder, name, CONFIG_NAME)
             if release := _original_release(path, parse(read_bounded(path), unique=False)):
                 return release
-    single = [name for name in names if name.endswith((".safetensors", *_PICKLE_SUFFIXES))]
+    single = [name for name in names if name.endswith((".safetensors", *PICKLE_SUFFIXES))]
     if single:
         return (
             f"{folder}: no {CONFIG_NAME}, found {single[0]}; an original-format file is not diffusers layout, convert "
@@ -158,7 +153,7 @@ def no_config(folder: str, names: Sequence[str]) -> str:
 
 def refuse_file(path: Path) -> CheckpointError:
     """The error for a SOURCE that is a file: says what it is and what to give instead."""
-    if path.suffix in _PICKLE_SUFFIXES:
+    if path.suffix in PICKLE_SUFFIXES:
         return CheckpointError(
             f"{path}: pickled weights are never opened; save them with save_pretrained(..., safe_serialization=True)"
         )
@@ -389,7 +384,7 @@ def unexpected_names(checkpoint: Checkpoint, expected: Iterable[str], ignore: Se
 def _no_weights(folder: Path, names: Sequence[str], variant: str | None, step: str) -> str:
     if LORA_FILE in names:
         return f"{folder}: holds a LoRA ({LORA_FILE}), not a model; fuse it into its base model first (fuse_lora)"
-    for suffixes, what in ((_PICKLE_SUFFIXES, "pickled"), (_FOREIGN_SUFFIXES, "foreign-format")):
+    for suffixes, what in ((PICKLE_SUFFIXES, "pickled"), (_FOREIGN_SUFFIXES, "foreign-format")):
         found = [name for name in names if name.endswith(suffixes)]
         if found:
             return (
@@ -409,7 +404,7 @@ def _warnings(
     said = []
     if variant and selection.variant is None:
         said.append(f"{folder}: no files of variant {variant!r}, the default ones are taken")
-    suffixes = (".safetensors", *_PICKLE_SUFFIXES)
+    suffixes = (".safetensors", *PICKLE_SUFFIXES)
     extra = [name for name in names if name.endswith(suffixes) and name not in file_names]
     if extra:
         taken = selection.index or selection.single

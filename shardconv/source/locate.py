@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, Interrupted, PlanError, UsageError
+from ..format.names import CONFIG_NAME, MODEL_INDEX, WEIGHTS_STEM, is_hidden
 from ..libraries import diffusers as models
 from ..plans.planner import Planner
 from ..system.jsonfile import parse, read_bounded
 from ..system.links import files_in, link_issues
 from ..system.pagecache import is_cached
-from ..target.folder import is_hidden
-from .checkpoint import CONFIG_NAME, WEIGHTS_STEM, read_config, refuse_file
+from .checkpoint import read_config, refuse_file
 
 if TYPE_CHECKING:
     from .fetch import Snapshot
-
-MODEL_INDEX = "model_index.json"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import ctypes
 import errno
 import fcntl
 import os
-import re
 import shutil
 import signal
 import threading
@@ -20,35 +19,21 @@ from pathlib import Path
 from types import TracebackType
 
 from ..errors import HubError, OutputError, ShardconvError
-from ..format.layout import REPLICATED_FILE
-from ..source.checkpoint import CONFIG_NAME, MANIFEST_NAME, WEIGHTS_STEM
+from ..format.names import (
+    CONFIG_NAME,
+    JOURNAL_NAME,
+    MANIFEST_NAME,
+    WEIGHTS_STEM,
+    aside_folder,
+    degree_of,
+    is_hidden,
+    is_set_file,
+    partial_folder,
+    set_folder_name,
+    unfinished_name,
+)
 
-JOURNAL_NAME = "progress.jsonl"  # what a folder under construction says about itself
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-_SET_FOLDER = re.compile(r"tp([1-9][0-9]{0,5})")
-_RANK_FILE = re.compile(r"rank-\d{5,}-of-\d{5,}\.safetensors")
-
-
-def set_folder_name(tp: int) -> str:
-    """Sets of several degrees stand side by side in one component folder."""
-    return f"tp{tp}"
-
-
-def degree_of(name: str) -> int | None:
-    """The tp degree of a set's folder, as `set_folder_name` names it; None for any other name, such as tp04."""
-    found = _SET_FOLDER.fullmatch(name)
-    return int(found[1]) if found else None
-
-
-def is_set_file(name: str) -> bool:
-    """Whether a file name is one that a set consists of."""
-    return name in (MANIFEST_NAME, REPLICATED_FILE) or bool(_RANK_FILE.fullmatch(name))
-
-
-def is_hidden(name: str) -> bool:
-    """Whether a file is one that systems and editors leave beside others (`.DS_Store`, `.nfs0001`, `.x.swp`): it is no
-    part of a set, and nobody's fault."""
-    return name.startswith(".")
 
 
 def check_target(out: Path, source: Path, tp: int, config_bytes: bytes) -> list[str]:
@@ -98,17 +83,17 @@ def sets_in(component: Path) -> dict[int, Path]:
 def leftover_nbytes(folder: Path) -> int:
     """Bytes of disk that an unfinished conversion into `folder` has taken and the next one reuses or frees."""
     try:
-        return sum(512 * entry.stat().st_blocks for entry in os.scandir(_partial(folder)) if _is_ours(entry.name))
+        return sum(512 * entry.stat().st_blocks for entry in os.scandir(partial_folder(folder)) if _is_ours(entry.name))
     except OSError:
         return 0
 
 
 def clear_leftovers(folder: Path) -> None:
     """Remove what processes left that were killed while they replaced the set `folder`, which is the one wanted."""
-    _clear(_aside(folder), folder)
-    with claimed(_partial(folder)) as is_ours:
+    _clear(aside_folder(folder), folder)
+    with claimed(partial_folder(folder)) as is_ours:
         if is_ours:
-            _clear(_partial(folder), folder)
+            _clear(partial_folder(folder), folder)
 
 
 @contextlib.contextmanager
@@ -169,16 +154,6 @@ def _is_protected(path: Path) -> bool:
     return os.geteuid() not in (0, path.stat().st_uid) and not os.access(path, os.R_OK | os.W_OK)
 
 
-def unfinished_name(tp: int) -> str:
-    """The file in an output folder that says that the pipeline for this tp degree is not complete in it."""
-    return f".{set_folder_name(tp)}.unfinished"
-
-
-def unfinished_degree(name: str) -> int | None:
-    """The tp degree that a file of that name speaks of; None for any other file."""
-    return degree_of(name.removeprefix(".").removesuffix(".unfinished")) if name.endswith(".unfinished") else None
-
-
 @contextlib.contextmanager
 def unfinished(out: Path, tp: int, components: Sequence[str], steps: int) -> Iterator[None]:
     """While sets of `components` for `tp` ranks, then the rest of their pipeline, are written into `out`, a file says
@@ -213,7 +188,7 @@ class PartialFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._partial = _partial(folder)
+        self._partial = partial_folder(folder)
         self._made_folders = _make_folders(folder.parent)
         self._lock = self._claim()
         self._fds: list[int] = []
@@ -313,7 +288,7 @@ class PartialFolder:
             except OSError as error:
                 raise OutputError(f"{self._folder}: appeared meanwhile ({error.strerror}); look at it") from None
             self._published = True
-            _clear(_aside(self._folder), self._folder)
+            _clear(aside_folder(self._folder), self._folder)
         sync_folder(self._folder.parent)
 
     def _move_beside(self, path: Path, data: bytes) -> None:
@@ -414,16 +389,6 @@ def remove_folders(folders: Iterable[Path]) -> None:
                 raise
 
 
-def _partial(folder: Path) -> Path:
-    """Where `folder` is written before it gets its name."""
-    return folder.with_name(f".{folder.name}.partial")
-
-
-def _aside(folder: Path) -> Path:
-    """Where `folder` goes while another one takes its place on a system that cannot exchange two."""
-    return folder.with_name(f".{folder.name}.shardconv-old")
-
-
 def _is_ours(name: str) -> bool:
     return is_set_file(name) or name in (CONFIG_NAME, JOURNAL_NAME) or name.startswith(WEIGHTS_STEM)
 
@@ -456,10 +421,10 @@ def _exchange(new: Path, old: Path) -> Path:
     renameat2 = getattr(libc, "renameat2", None)
     if renameat2 is not None and renameat2(at_cwd, os.fsencode(new), at_cwd, os.fsencode(old), rename_exchange) == 0:
         return new
-    _clear(_aside(old), old)
-    os.rename(old, _aside(old))
+    _clear(aside_folder(old), old)
+    os.rename(old, aside_folder(old))
     os.rename(new, old)
-    return _aside(old)
+    return aside_folder(old)
 
 
 def sync_folder(folder: Path) -> None:

@@ -17,7 +17,8 @@ import xxhash
 
 from ..engine.run import TensorDigests
 from ..format.manifest import Manifest
-from .folder import JOURNAL_NAME, sync_folder
+from ..format.names import JOURNAL_NAME
+from .folder import sync_folder
 
 INTERVAL_S = 5.0  # between two syncs; a kill costs the work of about that long
 
