@@ -23,12 +23,12 @@ from common import GB, MIB
 
 from shardconv import Manifest
 from shardconv.engine.slices import write_headers
+from shardconv.format.config import config_digest
 from shardconv.format.cut import Cut
 from shardconv.format.layout import StoredTensor, plan_layout
 from shardconv.format.manifest import Source, SourceFileRecord
 from shardconv.format.names import MANIFEST_NAME
 from shardconv.format.plan import REPLICATED, Rule, Style
-from shardconv.source.checkpoint import config_digest
 
 TP, NEW_TP = 4, 6
 # A bare interpreter's peak. Its ru_maxrss would be that of the process which started it, when that was larger.

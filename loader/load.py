@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from shardconv.errors import LoadError, SetError, ShardconvWarning, UsageError
-from shardconv.format.dtypes import torch_dtype
-from shardconv.format.header import CAST_FLOATS, REAL_FLOATS, FileHeader
+from shardconv.format.dtypes import CAST_FLOATS, REAL_FLOATS, torch_dtype
+from shardconv.format.header import FileHeader
 from shardconv.format.manifest import Manifest
 from shardconv.libraries import diffusers as models
 from shardconv.system.crew import PATIENCE_S, Crew, check_stop, stoppable

@@ -15,10 +15,10 @@ import torch
 
 from shardconv.errors import LoadError, SetError, UsageError
 from shardconv.format.names import MODEL_INDEX, unfinished_degree
+from shardconv.format.pipeline import pipeline_components
+from shardconv.format.sets import sets_in
 from shardconv.libraries.diffusers import DIFFUSERS
-from shardconv.source.locate import pipeline_components
 from shardconv.system.crew import stoppable
-from shardconv.target.folder import sets_in
 
 from .files import fetch as remote
 from .group.agreement import heed, one_call, together

@@ -34,6 +34,7 @@ from shardconv import (
     convert,
 )
 from shardconv.cli.main import main
+from shardconv.format.sets import sets_in
 from shardconv.target import folder as destination
 
 Refused = Callable[..., str]
@@ -757,7 +758,7 @@ def test_e2_a_killed_conversion_leaves_nothing_that_looks_complete(tmp_path: Pat
     assert not (out / "tp2").exists()
     assert (out / ".tp2.partial").exists()
     assert not list(out.rglob("shardconv.json"))
-    assert destination.sets_in(out) == {}
+    assert sets_in(out) == {}
     assert main(argv) == 0
     convert(source, tmp_path / "fresh", tp=2)
     assert toys.contents(out) == toys.contents(tmp_path / "fresh")

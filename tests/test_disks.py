@@ -30,6 +30,7 @@ from shardconv.cli.main import main
 from shardconv.commands import convert as conversion
 from shardconv.commands import low_disk as lowdisk
 from shardconv.format.header import FileHeader
+from shardconv.format.sets import sets_in
 from shardconv.target import folder as destination
 
 
@@ -321,7 +322,7 @@ def test_only_one_spelling_is_a_set(name: str, tmp_path: Path) -> None:
 
     component = small_sets.copied(small_sets.converted("flux", 4), tmp_path / "component")
     (component / "tp4").rename(component / name)
-    assert destination.sets_in(component) == {}
+    assert sets_in(component) == {}
     files = {f"transformer/{name}/shardconv.json": RemoteFile("x", 1, "")}
     assert degrees_in(Listing("", files, ""), "transformer") == {}
     for look in (

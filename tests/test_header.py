@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardconv.errors import CheckpointError
-from shardconv.format.header import DTYPE_BITS, MAX_HEADER_NBYTES, FileHeader, TensorEntry, encode_header
+from shardconv.format.dtypes import DTYPE_BITS
+from shardconv.format.header import MAX_HEADER_NBYTES, FileHeader, TensorEntry, encode_header
 
 BYTE = entry("U8", [1], 0, 1)  # a tensor of one byte
 HUGE = 2**63

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from shardconv.engine import run as engine
 from shardconv.errors import CheckpointError
 from shardconv.format.cut import Cut
-from shardconv.format.header import DTYPE_BITS, FileHeader, TensorEntry
+from shardconv.format.dtypes import DTYPE_BITS
+from shardconv.format.header import FileHeader, TensorEntry
 from shardconv.format.layout import (
     ConvertPlan,
     FileLayout,

@@ -17,7 +17,7 @@ import toys
 from toys import INDEX, SHARDS, SINGLE, STEM
 
 from shardconv import CheckpointError, PlanError, ShardconvWarning, convert
-from shardconv.source.checkpoint import select_files
+from shardconv.format.weights import select_files
 
 FIRST = "blocks.0.attn.to_q.weight"  # a tensor of T that every check may look at
 

@@ -20,10 +20,10 @@ from shardconv.format.names import (
     rank_file_name,
     set_folder_name,
 )
+from shardconv.format.pipeline import pipeline_components
 from shardconv.remote.hub import Listing, RemoteFile, Repo, cache_folder, degrees_in, is_repo_name
 from shardconv.remote.tokens import usable_token
 from shardconv.source.fetch import component_files
-from shardconv.source.locate import pipeline_components
 from shardconv.system.crew import stoppable
 
 from ..group.agreement import heed, together

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardconv.errors import SetError
 from shardconv.format.names import MANIFEST_NAME, WEIGHTS_STEM, degree_of, is_hidden, set_folder_name
-from shardconv.target.folder import sets_in
+from shardconv.format.sets import sets_in
 
 
 def find_set(path: str | os.PathLike[str], subfolder: str | None, size: int) -> Path:

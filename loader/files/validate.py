@@ -13,12 +13,12 @@ import torch
 import xxhash
 
 from shardconv.errors import PlanError, SetError
+from shardconv.format.config import config_digest, read_config
 from shardconv.format.cut import Cut
 from shardconv.format.manifest import Manifest
 from shardconv.format.sets import SetFile, component_of, open_files
 from shardconv.libraries import diffusers as models
 from shardconv.plans.resolve import Resolution, resolve
-from shardconv.source.checkpoint import config_digest, read_config
 from shardconv.system.cores import usable_cores
 from shardconv.system.crew import PATIENCE_S, Crew, check_stop
 

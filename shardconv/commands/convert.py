@@ -17,11 +17,12 @@ from ..engine.slices import write_headers
 from ..errors import CheckpointError, Interrupted, OutputError, SetError, ShardconvWarning, UsageError
 from ..format.manifest import Manifest
 from ..format.names import CONFIG_NAME, MANIFEST_NAME
+from ..format.pipeline import rest_of_pipeline
 from ..format.plan import Plan, parse_plan, read_plan_file
-from ..format.sets import open_files
+from ..format.sets import open_files, sets_in
 from ..plans.auto_rows import AUTO_ROWS
 from ..source.fetch import Snapshot
-from ..source.locate import cold_weights, locate, rest_of_pipeline
+from ..source.locate import cold_weights, locate
 from ..system.links import followed
 from ..system.pagecache import ReadAhead
 from ..target.folder import (
@@ -32,7 +33,6 @@ from ..target.folder import (
     copied_nbytes,
     leftover_nbytes,
     link_files,
-    sets_in,
     unfinished,
 )
 from ..target.journal import Journal, conversion_key, finished

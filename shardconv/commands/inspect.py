@@ -11,7 +11,8 @@ from typing import Any
 
 from ..errors import SetError
 from ..format.cut import Cut
-from ..format.header import FileHeader, nbytes_of
+from ..format.dtypes import nbytes_of
+from ..format.header import FileHeader
 from ..format.manifest import Manifest
 from ..format.names import MANIFEST_NAME
 from ..format.plan import REPLICATED

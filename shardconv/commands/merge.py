@@ -11,13 +11,14 @@ from pathlib import Path
 from ..engine import run as engine
 from ..engine.slices import check_digests, slices_of
 from ..errors import OutputError, SetError, every
-from ..format.header import TensorEntry, encode_header, nbytes_of
+from ..format.config import config_digest, read_config
+from ..format.dtypes import nbytes_of
+from ..format.header import TensorEntry, encode_header
 from ..format.layout import StoredTensor
 from ..format.manifest import Manifest
 from ..format.names import CONFIG_NAME, MANIFEST_NAME, MODEL_INDEX, WEIGHTS_STEM
+from ..format.pipeline import rest_of_pipeline
 from ..format.sets import SetFile, any_set, component_of, components_in, open_files
-from ..source.checkpoint import config_digest, read_config
-from ..source.locate import rest_of_pipeline
 from ..target.folder import PartialFolder, check_space, copied_nbytes, link_files, remove_folders
 
 MAX_SHARD_NBYTES = 10 * 1000**3  # the default of diffusers' save_pretrained ("10GB")

@@ -113,8 +113,8 @@ def plan_of(subject: str) -> Mapping[str, object]:
     """The plan of a class as a plan file states it: for the config of a component folder, or, given a class name, for
     its small case, which has every part. Raises `UsageError`, `CheckpointError`, `PlanError`."""
     from ..errors import UsageError
+    from ..format.config import read_config
     from ..libraries import diffusers as models
-    from ..source.checkpoint import read_config
 
     if Path(subject).is_dir():
         config, _ = read_config(Path(subject))

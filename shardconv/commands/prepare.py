@@ -9,22 +9,16 @@ from typing import Literal
 
 from .._version import __version__
 from ..errors import CheckpointError, OutputError, PlanError, as_one, every
+from ..format.config import config_digest
 from ..format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
 from ..format.manifest import FileRecord, Manifest, Source, SourceFileRecord
 from ..format.names import set_folder_name
 from ..format.plan import Plan
+from ..format.weights import check_variant, shorten
 from ..libraries.diffusers import kept_in_fp32
 from ..plans.facts import ModelFacts
 from ..plans.planner import Planner
-from ..source.checkpoint import (
-    Checkpoint,
-    check_variant,
-    config_digest,
-    match_names,
-    open_checkpoint,
-    shorten,
-    unexpected_names,
-)
+from ..source.checkpoint import Checkpoint, match_names, open_checkpoint, unexpected_names
 from ..source.locate import Located, components
 from ..target.folder import check_target
 

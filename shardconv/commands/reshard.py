@@ -13,13 +13,13 @@ from .._version import __version__
 from ..engine import run as engine
 from ..engine.slices import check_digests, slices_of, write_headers
 from ..errors import OutputError, SetError, ShardconvWarning, UsageError, every
+from ..format.config import config_digest, read_config
 from ..format.layout import SetLayout, plan_layout
 from ..format.manifest import FileRecord, Manifest
 from ..format.names import CONFIG_NAME, MANIFEST_NAME, MODEL_INDEX, set_folder_name
+from ..format.pipeline import rest_of_pipeline
 from ..format.plan import REPLICATED
-from ..format.sets import SetFile, any_set, component_of, components_in, open_files
-from ..source.checkpoint import config_digest, read_config
-from ..source.locate import rest_of_pipeline
+from ..format.sets import SetFile, any_set, component_of, components_in, open_files, sets_in
 from ..target.folder import (
     PartialFolder,
     check_component,
@@ -27,7 +27,6 @@ from ..target.folder import (
     check_space,
     copied_nbytes,
     link_files,
-    sets_in,
     unfinished,
 )
 from .convert import NewProgress, Outcome, standing

@@ -10,9 +10,9 @@ from pathlib import Path
 from ..errors import SetError, ShardconvError, UsageError
 from ..format.manifest import Manifest
 from ..format.names import CONFIG_NAME, MANIFEST_NAME, MODEL_INDEX, degree_of, is_hidden, unfinished_degree
-from ..source.locate import pipeline_components
+from ..format.pipeline import pipeline_components
+from ..format.sets import sets_in
 from ..system.links import files_in, leads_out, link_issues
-from ..target.folder import sets_in
 
 _ABOUT = ("LICENSE", "NOTICE")  # files of the root that go along, by how their names begin
 

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from ..engine import run as engine
 from ..errors import SetError, ShardconvError
+from ..format.config import config_digest, read_config
 from ..format.header import FileHeader
 from ..format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
 from ..format.manifest import Manifest
 from ..format.names import CONFIG_NAME, MANIFEST_NAME, degree_of, is_hidden, is_set_file
 from ..format.sets import component_of, components_in, read_files, set_folders
 from ..libraries.diffusers import kept_in_fp32
-from ..source.checkpoint import Checkpoint, config_digest, open_checkpoint, read_config
+from ..source.checkpoint import Checkpoint, open_checkpoint
 from ..source.locate import locate
 
 NewProgress = Callable[[str, int], engine.Progress]

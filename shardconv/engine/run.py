@@ -21,7 +21,7 @@ import xxhash
 
 from ..errors import CheckpointError
 from ..format.cut import Rows, runs
-from ..format.header import DTYPE_BITS, nbytes_of
+from ..format.dtypes import DTYPE_BITS, nbytes_of
 from ..format.layout import ConvertPlan, StoredTensor
 from ..system.cores import usable_cores
 from ..system.pagecache import drop, start_writeback

@@ -18,25 +18,11 @@ import xxhash
 
 from ..errors import CheckpointError
 from ..system.jsonfile import parse, would_wait
+from .dtypes import DTYPE_BITS, nbytes_of
 
 DATA_ALIGNMENT = 4096  # bytes; tensor data of our files starts on a multiple of this
 MAX_HEADER_NBYTES = 100_000_000  # the limit of the safetensors library itself
 SNIFF_NBYTES = 256  # bytes looked at to say what a file is when it is not a safetensors file
-
-# Bits for one element, by the names of the format.
-DTYPE_BITS: Mapping[str, int] = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
-    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
-    "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64,
-}  # fmt: skip
-REAL_FLOATS = frozenset({"F16", "BF16", "F32", "F64"})  # that a model computes in
-SMALL_FLOATS = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})  # to store; F8_E8M0 is for scales
-CAST_FLOATS = REAL_FLOATS | SMALL_FLOATS  # what a dtype cast touches
-
-
-def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor of `dtype` (a name of the format) and `shape`; whole bytes even for 4- and 6-bit elements."""
-    return (math.prod(shape) * DTYPE_BITS[dtype] + 7) // 8
 
 
 @dataclass(frozen=True, slots=True)

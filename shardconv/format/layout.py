@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from ..errors import CheckpointError
 from ..source.checkpoint import SourceTensor
 from .cut import Cut, Rows, rows_of
-from .header import CAST_FLOATS, DTYPE_BITS, TensorEntry, encode_header, nbytes_of
+from .dtypes import CAST_FLOATS, DTYPE_BITS, nbytes_of
+from .header import TensorEntry, encode_header
 from .names import REPLICATED_FILE, rank_file_name
 from .plan import REPLICATED, Style
 

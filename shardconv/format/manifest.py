@@ -17,7 +17,8 @@ from ..errors import SetError
 from ..system.jsonfile import parse, read_bounded
 from ..system.links import strange_link
 from .cut import Cut
-from .header import DTYPE_BITS, is_astronomic
+from .dtypes import DTYPE_BITS
+from .header import is_astronomic
 from .layout import FORMAT_VERSION, SetLayout, StoredTensor, plan_layout
 from .names import MANIFEST_NAME, REPLICATED_FILE, rank_file_name
 from .plan import REPLICATED, Plan, Style, parse_plan, plan_to_json

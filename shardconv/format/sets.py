@@ -13,7 +13,6 @@ import xxhash
 from ..errors import SetError, ShardconvError
 from ..system.jsonfile import parse
 from ..system.links import strange_link
-from ..target.folder import sets_in
 from .header import FileHeader
 from .layout import FORMAT_VERSION, FileLayout, file_header
 from .manifest import FileRecord, Manifest
@@ -141,3 +140,13 @@ def about_file(path: Path, header: FileHeader) -> dict[str, Any]:
     if not isinstance(about, dict):
         raise SetError(f"{path.name}: not a file of a converted set; fetch or convert the set again")
     return about
+
+
+def sets_in(component: Path) -> dict[int, Path]:
+    """tp degree -> folder of every complete set in a component folder."""
+    found = {}
+    for entry in os.scandir(component) if component.is_dir() else ():
+        degree = degree_of(entry.name)
+        if degree and (component / entry.name / MANIFEST_NAME).is_file():
+            found[degree] = component / entry.name
+    return dict(sorted(found.items()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .header import nbytes_of
+from .dtypes import nbytes_of
 from .manifest import Manifest
 from .plan import REPLICATED
 

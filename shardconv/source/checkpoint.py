@@ -5,8 +5,6 @@ The index is the only authority on which files belong to the checkpoint; files b
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from ..errors import CheckpointError
+from ..format.config import read_config
 from ..format.header import FileHeader, TensorEntry
 from ..format.names import CONFIG_NAME, LORA_FILE, MANIFEST_NAME, PICKLE_SUFFIXES, WEIGHTS_STEM
-from ..system.jsonfile import parse, read_bounded
-from ..system.links import strange_link
+from ..format.weights import Selection, read_index, select_files, shorten
+from ..system.links import names_in, strange_link
 
 _FOREIGN_SUFFIXES = (".gguf", ".msgpack", ".flashpack", ".onnx")
 _LORA_KEY = re.compile(r"(^|\.)(lora_[AB]|lora_(up|down)|base_layer|lora)(\.|$)|lora_(up|down)\.weight$")
@@ -30,13 +27,6 @@ _QUANTIZED_KEY = re.compile(
     r"zeros|qweight|qzeros|g_idx|SCB)$|\.quant_state\."
 )
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
-# `_class_name` of releases in their makers' own layout -> the same weights, or some of them, as diffusers takes them
-_ORIGINAL_CLASSES = {
-    "WanModel": "Wan-AI/Wan2.1-T2V-14B-Diffusers or Skywork/SkyReels-V2-T2V-14B-540P-Diffusers",
-    "VaceWanModel": "Wan-AI/Wan2.1-VACE-14B-diffusers",
-    "WanAnimateModel": "Wan-AI/Wan2.2-Animate-14B-Diffusers",
-    "HunyuanVideo_1_5_DiffusionTransformer": "hunyuanvideo-community/HunyuanVideo-1.5-480p_t2v",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,77 +68,8 @@ class Checkpoint:
         return str(self.config["_class_name"])
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Which file names of a folder make up the checkpoint."""
-
-    index: str | None
-    single: str | None
-    variant: str | None
-
-
-def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
-    """`config.json` of a component folder, parsed and as bytes. Raises `CheckpointError` when it is unusable."""
-    path = folder / CONFIG_NAME
-    _refuse_link_out(path)
-    try:
-        raw = read_bounded(path)
-        config = parse(raw, unique=False)
-    except FileNotFoundError:
-        raise CheckpointError(no_config(str(folder), _names(folder))) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error}); fetch it again") from None
-    if not isinstance(config, dict) or not isinstance(config.get("_class_name"), str):
-        raise CheckpointError(f"{path}: expected a diffusers config with _class_name, found none; is it a component?")
-    if release := _original_release(path, config):
-        raise CheckpointError(release)
-    if config.get("quantization_config") is not None:
-        method = config["quantization_config"]
-        method = method.get("quant_method", "unknown") if isinstance(method, dict) else method
-        raise CheckpointError(
-            f"{path}: the checkpoint is quantized ({method}), quantized weights cannot be cut; "
-            "convert the unquantized checkpoint"
-        )
-    return config, raw
-
-
-def _original_release(path: Path, config: Any) -> str | None:
-    """What to use instead, when the config at `path` is of a release that is not in diffusers layout."""
-    name = config.get("_class_name") if isinstance(config, dict) else None
-    if not isinstance(name, str) or name not in _ORIGINAL_CLASSES:
-        return None
-    return (
-        f"{path}: of a release in its makers' own layout ({name}), not in diffusers layout; use the release for "
-        f"diffusers, which is named alike, such as {_ORIGINAL_CLASSES[name]}"
-    )
-
-
 def _is_converted(folder: Path, names: Sequence[str]) -> bool:
     return MANIFEST_NAME in names or any((folder / name / MANIFEST_NAME).is_file() for name in names)
-
-
-def config_digest(config: Mapping[str, Any]) -> str:
-    """xxh3-128 over what decides the computation: all keys but private ones (versions, where it was loaded from)."""
-    public = {key: value for key, value in config.items() if not key.startswith("_")}
-    return xxhash.xxh3_128_hexdigest(json.dumps(public, sort_keys=True, separators=(",", ":")).encode())
-
-
-def no_config(folder: str, names: Sequence[str]) -> str:
-    """The sentence for a place that has `names` and no config among them: what it is instead, and what to do."""
-    if LORA_FILE in names:
-        return f"{folder}: holds a LoRA ({LORA_FILE}), not a model; fuse it into its base model first (fuse_lora)"
-    for name in names:  # Wan 2.2 in its own layout has a folder for high and one for low noise
-        with contextlib.suppress(OSError, ValueError):
-            path = Path(folder, name, CONFIG_NAME)
-            if release := _original_release(path, parse(read_bounded(path), unique=False)):
-                return release
-    single = [name for name in names if name.endswith((".safetensors", *PICKLE_SUFFIXES))]
-    if single:
-        return (
-            f"{folder}: no {CONFIG_NAME}, found {single[0]}; an original-format file is not diffusers layout, convert "
-            "it first: from_single_file(...) then save_pretrained(...)"
-        )
-    return f"{folder}: no {CONFIG_NAME}; give a diffusers component folder or a pipeline folder"
 
 
 def refuse_file(path: Path) -> CheckpointError:
@@ -170,61 +91,12 @@ def refuse_file(path: Path) -> CheckpointError:
     return CheckpointError(f"{path}: expected a component folder with {CONFIG_NAME}, found one file; give its folder")
 
 
-def select_files(names: Iterable[str], variant: str | None, stem: str = WEIGHTS_STEM) -> Selection | None:
-    """The index or single weight file that `from_pretrained(variant=...)` takes among `names`; None when none fits.
-
-    Names as diffusers has used them: `X.safetensors.index.fp16.json` (now), `X.safetensors.fp16.index.json` (before),
-    `X.fp16.safetensors`. A folder without files of the variant falls back to the default files, as pipelines do. `stem`
-    is the X; transformers' components have "model".
-    """
-    present = set(names)
-    tags = [variant, None] if variant else [None]
-    for tag in tags:
-        indexes = [f"{stem}.safetensors.index{'.' + tag if tag else ''}.json"]
-        if tag:
-            indexes.append(f"{stem}.safetensors.{tag}.index.json")
-        single = f"{stem}{'.' + tag if tag else ''}.safetensors"
-        index = next((name for name in indexes if name in present), None)
-        if index or single in present:
-            return Selection(index, None if index else single, tag)
-    return None
-
-
-_VARIANTS = (  # how the name of a single file or of an index tells its variant, now and before
-    re.compile(r"(\.(?P<variant>(?!.*-\d+-of-\d+)[\w-]+))?\.safetensors"),
-    re.compile(r"\.safetensors\.index(\.(?P<variant>[\w-]+))?\.json"),
-    re.compile(r"\.safetensors\.(?P<variant>[\w-]+)\.index\.json"),
-)
-
-
-def variants_in(names: Iterable[str]) -> set[str | None]:
-    """Variants of weights among file names, which may be in folders; of diffusers' components and of transformers'. The
-    default ones are None; shards without their index are no weights."""
-    found: set[str | None] = set()
-    for name in (name.rpartition("/")[2] for name in names):
-        stem = next((stem for stem in (WEIGHTS_STEM, "model") if name.startswith(stem)), None)
-        matches = (pattern.fullmatch(name[len(stem) :]) for pattern in _VARIANTS) if stem else ()
-        found |= {match["variant"] for match in matches if match}
-    return found
-
-
-def check_variant(place: object, names: Iterable[str], variant: str | None) -> None:
-    """Raises `CheckpointError` when no file has the variant, as when it is mistyped."""
-    found = variants_in(names)
-    if variant is not None and variant not in found:
-        there = ", ".join(name or "the default ones" for name in sorted(found, key=lambda name: name or ""))
-        raise CheckpointError(
-            f"{place}: expected weights of variant {variant!r}, found {there or 'none'}; choose another --variant or "
-            "leave it out"
-        )
-
-
 def open_checkpoint(folder: Path, variant: str | None = None, elsewhere: Iterable[str] = ()) -> Checkpoint:
     """Read config, index and headers of a component folder; every fault found is in one `CheckpointError`.
 
     `elsewhere`: names of files that the component has where it comes from, fetched or not.
     """
-    names = _names(folder)
+    names = names_in(folder)
     if _is_converted(folder, names):
         raise CheckpointError(
             f"{folder}: a converted set; convert its source, or get the ordinary checkpoint back with: shardconv merge"
@@ -248,31 +120,6 @@ def open_checkpoint(folder: Path, variant: str | None = None, elsewhere: Iterabl
     return Checkpoint(folder, config, config_bytes, selection.variant, files, tensors, warnings)
 
 
-def read_index(path: Path) -> dict[str, str]:
-    """`weight_map` of an index: tensor name -> plain file name. Raises `CheckpointError`, every fault at once."""
-    _refuse_link_out(path)
-    try:
-        document = parse(read_bounded(path))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path.name}: cannot be read as JSON ({error}); fetch it again") from None
-    listed = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
-        raise CheckpointError(f"{path.name}: expected a weight_map of tensor to file, found none; fetch it again")
-    issues = []
-    for name in sorted(set(map(str, listed.values()))):
-        if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
-            issues.append(f"{path.name}: expected plain file names of its own folder, found {name!r}; do not trust it")
-        elif not name.endswith(".safetensors"):
-            issues.append(f"{path.name}: expected safetensors files, found {name!r}; save it with safe_serialization")
-    if issues:
-        raise CheckpointError(*issues)
-    return listed
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in os.scandir(folder)) if folder.is_dir() else []
-
-
 def _open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str]) -> tuple[SourceFile, ...]:
     files, issues = [], []
     for name in names:
@@ -294,12 +141,6 @@ def _open_files(folder: Path, names: Sequence[str], listed: Mapping[str, str]) -
     if issues:
         raise CheckpointError(*issues)
     return tuple(files)
-
-
-def _refuse_link_out(path: Path) -> None:
-    outside = strange_link(path)
-    if outside:
-        raise CheckpointError(f"{path}: a link that leads out of its folder, to {outside}; put the file itself there")
 
 
 def _collect(
@@ -364,11 +205,6 @@ def match_names(checkpoint: Checkpoint, expected: Mapping[str, object], ignore: 
     if wrapper and unexpected:
         issues.append(f"{unexpected[0]}: every name starts with {wrapper!r}; save the model without its wrapper")
     return issues
-
-
-def shorten(names: Sequence[str], limit: int = 5) -> str:
-    """The first few of `names`, and how many more there are."""
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def unexpected_names(checkpoint: Checkpoint, expected: Iterable[str], ignore: Sequence[str]) -> list[str]:

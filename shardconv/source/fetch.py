@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, HubError, ShardconvError
+from ..format.config import no_config, read_config
 from ..format.header import MAX_HEADER_NBYTES
 from ..format.names import CONFIG_NAME, MANIFEST_NAME, MODEL_INDEX, WEIGHTS_STEM
+from ..format.pipeline import pipeline_components
+from ..format.weights import check_variant, read_index, select_files
 from ..remote.hub import Listing, Repo
-from .checkpoint import check_variant, no_config, read_config, read_index, select_files
-from .locate import pipeline_components
 
 HEADER_NBYTES = 128 << 10  # asked for at first; a longer header takes a second request
 _ABOUT = ("LICENSE", "README", "NOTICE")

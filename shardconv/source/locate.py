@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, Interrupted, PlanError, UsageError
-from ..format.names import CONFIG_NAME, MODEL_INDEX, WEIGHTS_STEM, is_hidden
+from ..format.config import read_config
+from ..format.names import CONFIG_NAME, MODEL_INDEX, WEIGHTS_STEM
+from ..format.pipeline import pipeline_components
 from ..libraries import diffusers as models
 from ..plans.planner import Planner
 from ..system.jsonfile import parse, read_bounded
-from ..system.links import files_in, link_issues
 from ..system.pagecache import is_cached
-from .checkpoint import read_config, refuse_file
+from .checkpoint import refuse_file
 
 if TYPE_CHECKING:
     from .fetch import Snapshot
@@ -125,42 +125,3 @@ def _config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}
-
-
-def pipeline_components(folder: Path) -> dict[str, tuple[str, str]]:
-    """Component -> (library, class) from `model_index.json`, absent ones left out. Raises `CheckpointError`."""
-    path = folder / MODEL_INDEX
-    try:
-        document = parse(read_bounded(path))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error}); fetch it again") from None
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path}: expected a JSON object; fetch it again")
-    result = {}
-    for name, value in document.items():
-        if not name.startswith("_") and isinstance(value, list) and len(value) == 2 and value[1] is not None:
-            result[name] = (str(value[0]), str(value[1]))
-            if not name.isidentifier():
-                raise CheckpointError(f"{path}: expected component names, found {name!r}; do not trust it")
-    return result
-
-
-def rest_of_pipeline(folder: Path, sharded: Sequence[str]) -> list[str]:
-    """Everything else that belongs to the pipeline, relative to its folder: licence and card, the other components, no
-    hidden files, and last `model_index.json`, which says that there is a pipeline.
-
-    Raises `CheckpointError` for links that must not be followed (links.py) or lead nowhere.
-    """
-    about = ("LICENSE", "README", "NOTICE")
-    names = [
-        name for name in sorted(os.listdir(folder)) if name.upper().startswith(about) and (folder / name).is_file()
-    ]
-    for component in pipeline_components(folder):
-        if component not in sharded and (folder / component).is_dir():
-            inside = (path.relative_to(folder) for path in files_in(folder / component))
-            names += sorted(str(path) for path in inside if not any(map(is_hidden, path.parts)))
-    names.append(MODEL_INDEX)
-    issues = link_issues(names, folder)
-    if issues:
-        raise CheckpointError(*issues)
-    return names

@@ -21,6 +21,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ..errors import CheckpointError
 from .gitindex import tracked_links
 
 _MODEL_FILES = ("model_index.json", "config.json")
@@ -118,3 +119,13 @@ def _snapshot(folder: Path) -> tuple[Path, ...]:
         if commit.parent.name == "snapshots" and repo.name.startswith("models--"):
             return commit, *(Path(os.path.realpath(each / "blobs")) for each in (repo, repo.parent))
     return ()
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in os.scandir(folder)) if folder.is_dir() else []
+
+
+def refuse_link_out(path: Path) -> None:
+    outside = strange_link(path)
+    if outside:
+        raise CheckpointError(f"{path}: a link that leads out of its folder, to {outside}; put the file itself there")

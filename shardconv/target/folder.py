@@ -25,7 +25,6 @@ from ..format.names import (
     MANIFEST_NAME,
     WEIGHTS_STEM,
     aside_folder,
-    degree_of,
     is_hidden,
     is_set_file,
     partial_folder,
@@ -68,16 +67,6 @@ def check_component(out: Path, source: Path, tp: int, config_bytes: bytes) -> li
     elif folder.exists():
         issues.append(f"{folder}: expected a folder, found a file; move it away, nothing was touched")
     return issues
-
-
-def sets_in(component: Path) -> dict[int, Path]:
-    """tp degree -> folder of every complete set in a component folder."""
-    found = {}
-    for entry in os.scandir(component) if component.is_dir() else ():
-        degree = degree_of(entry.name)
-        if degree and (component / entry.name / MANIFEST_NAME).is_file():
-            found[degree] = component / entry.name
-    return dict(sorted(found.items()))
 
 
 def leftover_nbytes(folder: Path) -> int:

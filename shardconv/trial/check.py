@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import UsageError
+from ..format.config import read_config
 from ..format.plan import Plan, plan_to_json
 from ..libraries import diffusers as models
 from ..plans.auto_rows import AUTO_ROWS
 from ..plans.catalogue.cases import CASES
-from ..source.checkpoint import read_config
 from .children import ranks_failed, run_together
 
 TOLERANCE = 1e-5  # largest difference of an output, relative to the largest value in it

@@ -18,14 +18,15 @@ from safetensors import SafetensorError, safe_open
 
 from shardconv.commands.merge import merge
 from shardconv.errors import ShardconvError
+from shardconv.format.config import config_digest
 from shardconv.format.cut import Cut
 from shardconv.format.header import FileHeader
 from shardconv.format.layout import StoredTensor, file_header
 from shardconv.format.manifest import FileRecord, Manifest, Source, SourceFileRecord, _from_json
+from shardconv.format.pipeline import pipeline_components
 from shardconv.format.plan import REPLICATED, Rule, Style, read_plan_file
 from shardconv.format.sets import open_files
-from shardconv.source.checkpoint import config_digest, open_checkpoint
-from shardconv.source.locate import pipeline_components
+from shardconv.source.checkpoint import open_checkpoint
 from shardconv.system.jsonfile import parse
 
 MAX_ISSUE_LENGTH = 2000  # characters of one fault; a message must not repeat a megabyte of input
