@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from .._version import __version__
-from ..errors import CheckpointError, OutputError, PlanError, as_one, every
-from ..format.config import config_digest
+from ..errors import CheckpointError, OutputError, PlanError, UsageError, as_one, every
+from ..format.config import config_digest, read_config
 from ..format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
 from ..format.manifest import FileRecord, Manifest, Source, SourceFileRecord
-from ..format.names import set_folder_name
+from ..format.names import CONFIG_NAME, MODEL_INDEX, set_folder_name
+from ..format.pipeline import pipeline_components
 from ..format.plan import Plan
 from ..format.weights import check_variant, shorten
+from ..libraries import diffusers as models
 from ..libraries.diffusers import kept_in_fp32
 from ..plans.facts import ModelFacts
 from ..plans.planner import Planner
-from ..source.checkpoint import Checkpoint, match_names, open_checkpoint, unexpected_names
-from ..source.locate import Located, components
+from ..source.checkpoint import Checkpoint, open_checkpoint
+from ..source.locate import Located
+from ..source.unmatched import match_names, unexpected_names
+from ..system.jsonfile import parse, read_bounded
 from ..target.folder import check_target
 
 DTYPES: Mapping[str, str] = {
@@ -118,7 +122,7 @@ def _prepared(located: Located, component: str, out: Path, options: Options, pla
         files=tuple(FileRecord(file.name, file.rank, file.nbytes, "") for file in layout.files),
     )
     warnings = [*checkpoint.warnings, *model.warnings]
-    loud = unexpected_names(checkpoint, model.tensors, model.ignored)
+    loud = unexpected_names(checkpoint.tensors, model.tensors, model.ignored)
     if loud:
         what = f"tensors that {model.model_class} does not have"
         warnings.append(f"{checkpoint.folder}: {what} are left out: {shorten(loud)}")
@@ -150,7 +154,7 @@ def _rank_nbytes(tensors: Sequence[StoredTensor], plain_and_lean: Sequence[Model
 def _check(checkpoint: Checkpoint, model: ModelFacts, aliases: Mapping[str, str], target_issues: Sequence[str]) -> None:
     """Raise every fault of one component at once."""
     required = {name: shape for name, shape in model.tensors.items() if name not in aliases}
-    issues = match_names(checkpoint, required, model.ignored) + _shape_issues(checkpoint, model.tensors)
+    issues = match_names(checkpoint.tensors, required, model.ignored) + _shape_issues(checkpoint, model.tensors)
     plan_issues = list(model.plan_issues)
     if not plan_issues and not any(cut for _, cut in model.cuts.values()):
         plan_issues = [f"{checkpoint.folder}: the model has none of the layers that the plan names"]
@@ -183,3 +187,45 @@ def _source_record(located: Located, component: str, checkpoint: Checkpoint) -> 
         SourceFileRecord(f.name, f.header.file_nbytes, f.header.digest, "", f.header.metadata) for f in checkpoint.files
     )
     return Source(located.repo, located.commit, component or None, checkpoint.variant, files)
+
+
+def components(located: Located, subfolder: str | None, has_own_plan: bool, planner: Planner) -> list[str]:
+    """Names of the component folders to shard; "" for the source folder itself."""
+    if subfolder is not None:
+        if not (located.folder / subfolder).is_dir():
+            raise CheckpointError(f"{located.folder}: no folder {subfolder!r} in it; check --subfolder")
+        return [Path(subfolder).as_posix()]
+    if not located.is_pipeline:
+        return [""]
+    if has_own_plan:
+        raise UsageError("--plan: names modules of one model, the source is a pipeline; add --subfolder COMPONENT")
+    listed = pipeline_components(located.folder)
+    absent = [str(located.folder / name) for name in listed if not (located.folder / name).is_dir()]
+    if absent:
+        step = "tell its owner" if located.snapshot else "fetch it"
+        raise CheckpointError(f"{located.folder}: {MODEL_INDEX} names {', '.join(absent)}, no such folder; {step}")
+    planned = {
+        name: planner.has_plan(library, cls, _config_of(located.folder / name))
+        for name, (library, cls) in listed.items()
+    }
+    for name, (library, cls) in listed.items():
+        config = located.folder / name / CONFIG_NAME
+        if planned[name] is None and library == "diffusers" and name.startswith("transformer") and config.is_file():
+            models.model_class(cls, read_config(config.parent)[0])  # raises
+    chosen = [name for name in listed if planned[name]]
+    if not chosen:
+        classes = ", ".join(f"{name} ({cls})" for name, (_, cls) in listed.items())
+        raise PlanError(
+            f"{located.folder}: no component has a class with a _tp_plan, found {classes or 'none'}; give a plan with "
+            "--subfolder COMPONENT --plan FILE"
+        )
+    return chosen
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """What a component's config says; nothing where there is none, or one that others report."""
+    try:
+        config = parse(read_bounded(folder / CONFIG_NAME), unique=False)
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}

@@ -6,17 +6,13 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..errors import CheckpointError, Interrupted, PlanError, UsageError
-from ..format.config import read_config
-from ..format.names import CONFIG_NAME, MODEL_INDEX, WEIGHTS_STEM
+from ..errors import CheckpointError, Interrupted, UsageError
+from ..format.names import MODEL_INDEX, WEIGHTS_STEM
 from ..format.pipeline import pipeline_components
-from ..libraries import diffusers as models
-from ..plans.planner import Planner
-from ..system.jsonfile import parse, read_bounded
 from ..system.pagecache import is_cached
-from .checkpoint import refuse_file
+from .refusals import refuse_file
 
 if TYPE_CHECKING:
     from .fetch import Snapshot
@@ -84,44 +80,3 @@ def cold_weights(folder: Path, subfolder: str | None) -> list[Path]:
     places = [folder / subfolder] if subfolder else [folder, *folder.glob("transformer*")]
     paths = [path for place in places for path in sorted(place.glob(f"{WEIGHTS_STEM}*.safetensors"))]
     return [path for path in paths if path.is_file() and not is_cached(path)]
-
-
-def components(located: Located, subfolder: str | None, has_own_plan: bool, planner: Planner) -> list[str]:
-    """Names of the component folders to shard; "" for the source folder itself."""
-    if subfolder is not None:
-        if not (located.folder / subfolder).is_dir():
-            raise CheckpointError(f"{located.folder}: no folder {subfolder!r} in it; check --subfolder")
-        return [Path(subfolder).as_posix()]
-    if not located.is_pipeline:
-        return [""]
-    if has_own_plan:
-        raise UsageError("--plan: names modules of one model, the source is a pipeline; add --subfolder COMPONENT")
-    listed = pipeline_components(located.folder)
-    absent = [str(located.folder / name) for name in listed if not (located.folder / name).is_dir()]
-    if absent:
-        step = "tell its owner" if located.snapshot else "fetch it"
-        raise CheckpointError(f"{located.folder}: {MODEL_INDEX} names {', '.join(absent)}, no such folder; {step}")
-    planned = {
-        name: planner.has_plan(library, cls, _config(located.folder / name)) for name, (library, cls) in listed.items()
-    }
-    for name, (library, cls) in listed.items():
-        config = located.folder / name / CONFIG_NAME
-        if planned[name] is None and library == "diffusers" and name.startswith("transformer") and config.is_file():
-            models.model_class(cls, read_config(config.parent)[0])  # raises
-    chosen = [name for name in listed if planned[name]]
-    if not chosen:
-        classes = ", ".join(f"{name} ({cls})" for name, (_, cls) in listed.items())
-        raise PlanError(
-            f"{located.folder}: no component has a class with a _tp_plan, found {classes or 'none'}; give a plan with "
-            "--subfolder COMPONENT --plan FILE"
-        )
-    return chosen
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    """What a component's config says; nothing where there is none, or one that others report."""
-    try:
-        config = parse(read_bounded(folder / CONFIG_NAME), unique=False)
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
