@@ -36,6 +36,7 @@ from shardconv import (
 from shardconv.cli.main import main
 from shardconv.format.sets import sets_in
 from shardconv.target import folder as destination
+from shardconv.target import leftovers
 
 Refused = Callable[..., str]
 SET = {"shardconv.json", "replicated.safetensors", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"}
@@ -407,7 +408,7 @@ def test_e4_the_old_set_is_never_gone_while_it_is_replaced(
         assert set(os.listdir(new)) == SET
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(destination, "_exchange", exchange)
+    monkeypatch.setattr(leftovers, "exchange", exchange)
     with pytest.raises(OutputError, match="Input/output error; nothing was left behind"):
         convert(source, out, tp=2, dtype="fp32", overwrite=True)
     assert toys.contents(out) == before

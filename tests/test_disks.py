@@ -31,7 +31,10 @@ from shardconv.commands import convert as conversion
 from shardconv.commands import low_disk as lowdisk
 from shardconv.format.header import FileHeader
 from shardconv.format.sets import sets_in
+from shardconv.system import linux
+from shardconv.system.linux import sync_folder
 from shardconv.target import folder as destination
+from shardconv.target.checks import copied_nbytes
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +106,9 @@ def test_a_cache_on_another_disk_counts_by_its_blobs(tmp_path: Path, elsewhere: 
     """Links that lead to another disk, as those of a Hub cache, are copied like the files they lead to."""
     moved = shutil.move(pipe / "vae" / "diffusion_pytorch_model.safetensors", elsewhere / "blob")
     (pipe / "vae" / "diffusion_pytorch_model.safetensors").symlink_to(moved)
-    assert destination.copied_nbytes(pipe, tmp_path / "out", ["README.md"]) == 0
+    assert copied_nbytes(pipe, tmp_path / "out", ["README.md"]) == 0
     names = ["README.md", "vae/diffusion_pytorch_model.safetensors"]
-    assert destination.copied_nbytes(pipe, tmp_path / "out", names) == (elsewhere / "blob").stat().st_size
+    assert copied_nbytes(pipe, tmp_path / "out", names) == (elsewhere / "blob").stat().st_size
 
 
 # Kills
@@ -281,14 +284,14 @@ def test_a_fault_after_the_rename_does_not_claim_that_nothing_is_left(
     source, out = small_sets.source("flux"), tmp_path / "out"
     if overwrite:
         shardconv.convert(source, out, tp=2)
-    real = destination.sync_folder
+    real = sync_folder
 
     def sync(folder: Path) -> None:
         if folder == out:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         real(folder)
 
-    monkeypatch.setattr(destination, "sync_folder", sync)
+    monkeypatch.setattr(linux, "sync_folder", sync)
     with pytest.raises(OutputError, match="Input/output error; it is complete, but may not outlast a power loss"):
         shardconv.convert(source, out, tp=2, dtype="bf16", overwrite=overwrite)
     shardconv.verify(out)

@@ -25,17 +25,11 @@ from ..source.fetch import Snapshot
 from ..source.locate import cold_weights, locate
 from ..system.links import followed
 from ..system.pagecache import ReadAhead
-from ..target.folder import (
-    PartialFolder,
-    check_links,
-    check_space,
-    clear_leftovers,
-    copied_nbytes,
-    leftover_nbytes,
-    link_files,
-    unfinished,
-)
+from ..target.checks import check_links, check_space, copied_nbytes
+from ..target.folder import PartialFolder, unfinished
 from ..target.journal import Journal, conversion_key, finished
+from ..target.leftovers import clear_leftovers, leftover_nbytes
+from ..target.links import link_files
 from . import low_disk as lowdisk
 from .prepare import DTYPES, Forecast, Job, Options, prepare
 

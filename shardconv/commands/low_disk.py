@@ -18,8 +18,8 @@ from ..errors import OutputError
 from ..format.layout import ConvertPlan
 from ..remote.hub_cache import digest_of
 from ..source.fetch import Snapshot
-from ..target.folder import claimed
 from ..target.journal import Journal
+from ..target.leftovers import claimed
 from .prepare import Job
 
 _STAGING = ".shardconv.source-"  # what the name of a folder for downloads begins with

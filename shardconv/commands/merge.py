@@ -19,7 +19,10 @@ from ..format.manifest import Manifest
 from ..format.names import CONFIG_NAME, MANIFEST_NAME, MODEL_INDEX, WEIGHTS_STEM
 from ..format.pipeline import rest_of_pipeline
 from ..format.sets import SetFile, any_set, component_of, components_in, open_files
-from ..target.folder import PartialFolder, check_space, copied_nbytes, link_files, remove_folders
+from ..system.linux import remove_folders
+from ..target.checks import check_space, copied_nbytes
+from ..target.folder import PartialFolder
+from ..target.links import link_files
 
 MAX_SHARD_NBYTES = 10 * 1000**3  # the default of diffusers' save_pretrained ("10GB")
 

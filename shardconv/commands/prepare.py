@@ -24,7 +24,7 @@ from ..source.checkpoint import Checkpoint, open_checkpoint
 from ..source.locate import Located
 from ..source.unmatched import match_names, unexpected_names
 from ..system.jsonfile import parse, read_bounded
-from ..target.folder import check_target
+from ..target.checks import check_target
 
 DTYPES: Mapping[str, str] = {
     "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16", "fp32": "F32", "float32": "F32",

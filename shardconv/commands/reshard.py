@@ -20,15 +20,9 @@ from ..format.names import CONFIG_NAME, MANIFEST_NAME, MODEL_INDEX, set_folder_n
 from ..format.pipeline import rest_of_pipeline
 from ..format.plan import REPLICATED
 from ..format.sets import SetFile, any_set, component_of, components_in, open_files, sets_in
-from ..target.folder import (
-    PartialFolder,
-    check_component,
-    check_links,
-    check_space,
-    copied_nbytes,
-    link_files,
-    unfinished,
-)
+from ..target.checks import check_component, check_links, check_space, copied_nbytes
+from ..target.folder import PartialFolder, unfinished
+from ..target.links import link_files
 from .convert import NewProgress, Outcome, standing
 
 

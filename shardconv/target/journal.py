@@ -18,7 +18,7 @@ import xxhash
 from ..engine.run import TensorDigests
 from ..format.manifest import Manifest
 from ..format.names import JOURNAL_NAME
-from .folder import sync_folder
+from ..system.linux import sync_folder
 
 INTERVAL_S = 5.0  # between two syncs; a kill costs the work of about that long
 
