@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shardconv.engine import run as engine
+from shardconv.engine import pool
+from shardconv.engine.records import TensorDigests
 from shardconv.target import journal
 
 _CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate", "ctypes.dlsym")
@@ -74,11 +75,11 @@ def killed_at(step: int, work: Callable[[], object], losing: Path | None = None)
 
 def steadily(nr_tensors: int) -> None:
     """In a child: one worker, and a journal written after every `nr_tensors` tensors, so that steps come in order."""
-    engine.WORKERS = 1
+    pool.WORKERS = 1
     journal.INTERVAL_S = 1000.0
     real, count = journal.Journal.add, itertools.count(1)
 
-    def add(self: journal.Journal, name: str, digests: engine.TensorDigests) -> None:
+    def add(self: journal.Journal, name: str, digests: TensorDigests) -> None:
         real(self, name, digests)
         if next(count) % nr_tensors == 0:
             self._commit()
@@ -88,7 +89,7 @@ def steadily(nr_tensors: int) -> None:
 
 def hurriedly(seconds: float) -> None:
     """In a child: small and slow reads, so that there are many moments to die at, and a journal written often."""
-    engine.CHUNK_NBYTES, engine.WRITE_NBYTES = 8192, 4096
+    pool.CHUNK_NBYTES, pool.WRITE_NBYTES = 8192, 4096
     journal.INTERVAL_S = seconds
     real = os.preadv
 

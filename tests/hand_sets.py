@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from shardconv import Manifest, __version__
 from shardconv.engine import run as engine
+from shardconv.engine.records import ConvertPlan
 from shardconv.engine.slices import write_headers
 from shardconv.format.config import config_digest
 from shardconv.format.cut import Cut
 from shardconv.format.dtypes import DTYPE_BITS, nbytes_of
 from shardconv.format.header import FileHeader
-from shardconv.format.layout import ConvertPlan, plan_layout, stored_tensors
+from shardconv.format.layout import plan_layout, stored_tensors
 from shardconv.format.manifest import Source, SourceFileRecord
 from shardconv.format.names import MANIFEST_NAME
 from shardconv.format.plan import Rule, Style

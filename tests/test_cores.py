@@ -12,7 +12,7 @@ import small_sets
 import loader
 from loader.files import validate
 from shardconv import verify
-from shardconv.engine import run as engine
+from shardconv.engine.pool import READERS
 from shardconv.system import cores
 from shardconv.system.cores import usable_cores
 
@@ -103,4 +103,4 @@ def test_the_converter_takes_all_usable_cores(allowed: int, monkeypatch: pytest.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     names = started(monkeypatch)
     verify(small_sets.converted("qwenimage21", 1))
-    assert 1 <= len([name for name in names if name.startswith("shardconv")]) <= min(allowed, engine.READERS)
+    assert 1 <= len([name for name in names if name.startswith("shardconv")]) <= min(allowed, READERS)

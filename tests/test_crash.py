@@ -30,7 +30,8 @@ from shardconv import LoadError, OutputError, SetError, convert
 from shardconv.cli.main import main
 from shardconv.commands.convert import Options, convert_all
 from shardconv.commands.merge import merge
-from shardconv.engine import run as engine
+from shardconv.engine import pool
+from shardconv.engine.records import TensorDigests
 from shardconv.plans.catalogue import small_models
 from shardconv.target import journal
 
@@ -449,11 +450,11 @@ def commit_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the journal's thread sync the first tensor, which must fail, before the second one is written."""
     real = journal.Journal.add
 
-    def add(self: journal.Journal, name: str, digests: engine.TensorDigests) -> None:
+    def add(self: journal.Journal, name: str, digests: TensorDigests) -> None:
         real(self, name, digests)
         self._thread.join(60)
 
-    monkeypatch.setattr(engine, "WORKERS", 1)
+    monkeypatch.setattr(pool, "WORKERS", 1)
     monkeypatch.setattr(journal, "INTERVAL_S", 0.001)
     monkeypatch.setattr(journal.Journal, "add", add)
 

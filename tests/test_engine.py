@@ -20,11 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from shardconv.engine import pool
 from shardconv.engine import run as engine
+from shardconv.engine.pool import WORKERS, write_all
+from shardconv.engine.records import ConvertPlan, Extent, RoutePlan, TensorDigests
 from shardconv.errors import CheckpointError
 from shardconv.format.cut import Cut
 from shardconv.format.header import FileHeader
-from shardconv.format.layout import ConvertPlan, file_header, plan_layout, stored_tensors
+from shardconv.format.layout import file_header, plan_layout, stored_tensors
 from shardconv.format.plan import Style
 from shardconv.source.checkpoint import SourceFile, SourceTensor
 
@@ -116,11 +119,11 @@ def _quiet(nbytes: int) -> None:
     pass
 
 
-def _run(case: Case, folder: Path, nr_files: int = 1) -> Mapping[str, engine.TensorDigests]:
+def _run(case: Case, folder: Path, nr_files: int = 1) -> Mapping[str, TensorDigests]:
     """Convert `case` into files of `folder`, headers included."""
     plan = _plan(case, folder, nr_files)
     with pytest.MonkeyPatch.context() as patch, _outputs(plan, folder) as fds:
-        patch.setattr(engine, "CHUNK_NBYTES", case.chunk)
+        patch.setattr(pool, "CHUNK_NBYTES", case.chunk)
         done: list[int] = []
         digests = engine.run(plan, fds, done.append)
         assert sum(done) == plan.read_nbytes == sum(tensor.nbytes for tensor in case.tensors.values())
@@ -129,7 +132,7 @@ def _run(case: Case, folder: Path, nr_files: int = 1) -> Mapping[str, engine.Ten
     return digests
 
 
-def _check(case: Case, folder: Path, digests: Mapping[str, engine.TensorDigests]) -> None:
+def _check(case: Case, folder: Path, digests: Mapping[str, TensorDigests]) -> None:
     """Every file holds exactly what torch says, read by the safetensors library, and the digests are of those bytes."""
     expected: dict[str, dict[str, torch.Tensor]] = {
         f"rank-{rank:05d}-of-{case.tp:05d}.safetensors": {} for rank in range(case.tp)
@@ -238,17 +241,17 @@ def test_one_tensor_of_each_style(chunk: int, self_contained: bool, tmp_path: Pa
 # And back
 
 
-def _route_plan(case: Case, folder: Path, starts: Mapping[str, Sequence[tuple[int, int]]]) -> engine.RoutePlan:
+def _route_plan(case: Case, folder: Path, starts: Mapping[str, Sequence[tuple[int, int]]]) -> RoutePlan:
     """From the files that `_run` wrote for `case` to `starts`."""
     layout = _plan(case, folder).layout
     slices = {
         tensor.name: [
-            engine.Extent(folder / layout.files[index].name, offset, tensor.slice_nbytes(case.tp))
+            Extent(folder / layout.files[index].name, offset, tensor.slice_nbytes(case.tp))
             for index, offset in layout.starts[tensor.name][: None if tensor.cut else 1]
         ]
         for tensor in layout.tensors
     }
-    return engine.RoutePlan(layout.tensors, slices, starts)
+    return RoutePlan(layout.tensors, slices, starts)
 
 
 @settings(deadline=None, max_examples=50)
@@ -260,7 +263,7 @@ def test_joining_the_slices_gives_the_source_back(case: Case, chunk: int) -> Non
         digests = _run(case, folder)
         starts = {tensor: [(0, source.offset)] for tensor, source in _plan(case, folder).sources.items()}
         plan = _route_plan(case, folder, starts)
-        patch.setattr(engine, "CHUNK_NBYTES", chunk)
+        patch.setattr(pool, "CHUNK_NBYTES", chunk)
         fd = os.open(folder / "joined", os.O_RDWR | os.O_CREAT)
         try:
             found = engine.reroute(plan, [fd], _quiet)
@@ -289,12 +292,12 @@ def test_slices_of_one_degree_become_those_of_another(data: st.DataObject, tp: i
         digests = _run(case, old)
         layout = plan_layout(_plan(case, old).layout.tensors, tp, self_contained)
         plan = _route_plan(case, old, layout.starts)
-        patch.setattr(engine, "CHUNK_NBYTES", target.chunk)
+        patch.setattr(pool, "CHUNK_NBYTES", target.chunk)
         with _outputs(ConvertPlan(layout, {}), new) as fds:
             found = engine.reroute(plan, fds, _quiet)
             for fd, file in zip(fds, layout.files, strict=True):
                 os.pwrite(fd, file_header(file, ID, tp), 0)
-        _check(target, new, {k: engine.TensorDigests(digests[k].source, found[k].written) for k in found})
+        _check(target, new, {k: TensorDigests(digests[k].source, found[k].written) for k in found})
         assert {k: each.read for k, each in found.items()} == {k: each.slices for k, each in digests.items()}
 
 
@@ -339,7 +342,7 @@ def test_short_reads_and_writes_are_carried_on(tmp_path: Path, monkeypatch: pyte
     with _outputs(plan, tmp_path) as fds:
         digests = engine.run(plan, fds, _quiet)
         for fd, file in zip(fds, plan.layout.files, strict=True):
-            engine.write_all(fd, memoryview(file_header(file, ID, case.tp)), 0)
+            write_all(fd, memoryview(file_header(file, ID, case.tp)), 0)
     _check(case, tmp_path, digests)
 
 
@@ -348,7 +351,7 @@ def test_memory_stays_at_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     chunk = 64 << 10
     case = Case({"w": torch.zeros(2048, 1024), "v": torch.zeros(1024, 2048)}, {"w": Cut(1, (1024,))}, 4, chunk)
     plan = _plan(case, tmp_path)
-    monkeypatch.setattr(engine, "CHUNK_NBYTES", chunk)
+    monkeypatch.setattr(pool, "CHUNK_NBYTES", chunk)
     with _outputs(plan, tmp_path) as fds:
         tracemalloc.start()
         try:
@@ -356,14 +359,14 @@ def test_memory_stays_at_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    assert peak < engine.WORKERS * 3 * chunk + (256 << 10)
+    assert peak < WORKERS * 3 * chunk + (256 << 10)
     assert plan.read_nbytes > 10 * peak
 
 
 def test_sources_can_be_digested_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Digesting the sources alone gives the digests that the conversion gives."""
     case = _wide()
-    monkeypatch.setattr(engine, "CHUNK_NBYTES", 100)
+    monkeypatch.setattr(pool, "CHUNK_NBYTES", 100)
     digests = engine.digest_sources(_plan(case, tmp_path), _quiet)
     assert digests == {name: _digest(tensor) for name, tensor in case.tensors.items()}
 
@@ -376,7 +379,7 @@ def _failing(case: Case, folder: Path, break_it: Callable[[list[int]], Callable[
     plan = _plan(case, folder)
     before = threading.active_count()
     with pytest.MonkeyPatch.context() as patch, _outputs(plan, folder) as fds:
-        patch.setattr(engine, "CHUNK_NBYTES", chunk)
+        patch.setattr(pool, "CHUNK_NBYTES", chunk)
         progress = break_it(fds)
         try:
             engine.run(plan, fds, progress)

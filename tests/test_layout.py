@@ -16,19 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardconv.engine import run as engine
+from shardconv.engine.records import ConvertPlan
 from shardconv.errors import CheckpointError
 from shardconv.format.cut import Cut
 from shardconv.format.dtypes import DTYPE_BITS
 from shardconv.format.header import FileHeader, TensorEntry
-from shardconv.format.layout import (
-    ConvertPlan,
-    FileLayout,
-    SetLayout,
-    StoredTensor,
-    file_header,
-    plan_layout,
-    stored_tensors,
-)
+from shardconv.format.layout import FileLayout, SetLayout, StoredTensor, file_header, plan_layout, stored_tensors
 from shardconv.format.manifest import FileRecord, Manifest, Source, SourceFileRecord
 from shardconv.format.names import rank_file_name
 from shardconv.format.plan import REPLICATED, Rule, Style

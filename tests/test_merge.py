@@ -17,7 +17,7 @@ from shardconv.cli.merge import parse_size
 from shardconv.commands import merge as merging
 from shardconv.commands import reshard as resharding
 from shardconv.commands.merge import merge
-from shardconv.engine import run as engine
+from shardconv.engine import pool
 from shardconv.plans.catalogue import small_models
 
 
@@ -46,7 +46,7 @@ def test_convert_then_merge_is_the_identity(
     source: Path, tmp_path: Path, tp: int, self_contained: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the degree, the layout and the chunk, every tensor comes back as it was."""
-    monkeypatch.setattr(engine, "CHUNK_NBYTES", chunk)
+    monkeypatch.setattr(pool, "CHUNK_NBYTES", chunk)
     shardconv.convert(source, tmp_path / "out", tp=tp, self_contained=self_contained)
     merge(tmp_path / "out", tmp_path / "merged", max_shard_nbytes=1_500_000)
     assert same(weights(tmp_path / "merged"), weights(source))

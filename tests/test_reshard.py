@@ -24,6 +24,7 @@ from shardconv import Manifest, OutputError, PlanError, SetError, UsageError, re
 from shardconv.cli.main import main
 from shardconv.commands import reshard as resharding
 from shardconv.commands.merge import merge
+from shardconv.engine import pool
 from shardconv.engine import run as engine
 from shardconv.plans.catalogue import small_models
 
@@ -87,7 +88,7 @@ def test_round_trips(
         hand_sets.convert(source, root / "a", a, self_contained)
         hand_sets.convert(source, root / "b", b, whole)
         patch.setattr(resharding, "_check_degree", lambda *args: ())  # there is no such class to ask
-        patch.setattr(engine, "CHUNK_NBYTES", chunk)
+        patch.setattr(pool, "CHUNK_NBYTES", chunk)
         patch.setattr(os, "fsync", lambda fd: None)  # no power will fail; most of the time goes there
         reshard(root / "a", root / "new", tp=b, self_contained=change)
         assert contents(root / "new") == contents(root / "b")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ..commands.convert import Outcome, convert_all
+from ..commands.convert import convert_all
+from ..commands.outcome import Outcome
 from ..commands.prepare import DTYPES, Options
 from ..format.manifest import Manifest
 from ..format.plan import read_plan_file

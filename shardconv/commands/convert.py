@@ -6,50 +6,37 @@ import os
 import warnings as python_warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
 
 from ..engine import run as engine
+from ..engine.records import TensorDigests
 from ..engine.slices import write_headers
 from ..errors import CheckpointError, Interrupted, OutputError, SetError, ShardconvWarning, UsageError
 from ..format.manifest import Manifest
 from ..format.names import CONFIG_NAME, MANIFEST_NAME
 from ..format.pipeline import rest_of_pipeline
 from ..format.plan import Plan, parse_plan, read_plan_file
-from ..format.sets import open_files, sets_in
+from ..format.sets import open_files
 from ..plans.auto_rows import AUTO_ROWS
 from ..source.fetch import Snapshot
 from ..source.locate import cold_weights, locate
 from ..system.links import followed
 from ..system.pagecache import ReadAhead
+from ..system.progress import NewProgress
 from ..target.checks import check_links, check_space, copied_nbytes
 from ..target.folder import PartialFolder, unfinished
 from ..target.journal import Journal, conversion_key, finished
 from ..target.leftovers import clear_leftovers, leftover_nbytes
 from ..target.links import link_files
 from . import low_disk as lowdisk
-from .prepare import DTYPES, Forecast, Job, Options, prepare
+from .outcome import Outcome, check_siblings
+from .prepare import DTYPES, Job, Options, prepare
 
 READ_AHEAD_NBYTES = 6 * 1000**3  # what a disk gives while Python imports; more could push out what is needed first
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What happened to one component."""
-
-    component: str  # "" when the source was the component itself
-    folder: Path  # of the set
-    manifest: Manifest
-    warnings: tuple[str, ...]
-    was_there: bool  # the same set stood there already, so nothing was written
-    download: Mapping[str, int] | None = None  # of a Hub repo, in a dry run, all components': name -> bytes
-    forecast: Forecast | None = None  # of a dry run
-
-
-NewProgress = Callable[[str, int], "engine.Progress"]  # (what, total bytes) -> called with bytes just dealt with
 
 
 def convert(
@@ -143,7 +130,7 @@ def convert_all(
     with ReadAhead(cold, 0 if options.dry_run else READ_AHEAD_NBYTES):
         jobs = prepare(located, subfolder, out, options)
     for job in jobs:
-        _check_siblings(job, job.manifest)
+        check_siblings(job, job.manifest)
     sharded = [job.component for job in jobs]
     rest = rest_of_pipeline(located.folder, sharded) if located.is_pipeline and subfolder is None else []
     if located.snapshot and (options.dry_run or options.low_disk):  # these files are not here
@@ -250,21 +237,6 @@ def _with_source_digests(job: Job, digests: Mapping[str, str]) -> Manifest:
     return replace(job.manifest, source=replace(job.manifest.source, files=tuple(records)))
 
 
-def _check_siblings(job: Job, manifest: Manifest) -> None:
-    """Sets of several degrees under one config.json must come from one source.
-
-    Before the conversion lengths and headers are compared, after it (`manifest` has digests then) every byte.
-    """
-    for degree, folder in sets_in(job.out).items():
-        if degree == manifest.tp_degree:
-            continue
-        there = Manifest.read(folder).source.files
-        known = [replace(record, digest="") if not mine.digest else record for record, mine in
-                 zip(there, manifest.source.files, strict=False)]  # fmt: skip
-        if len(there) != len(manifest.source.files) or tuple(known) != manifest.source.files:
-            raise OutputError(f"{folder}: was converted from other weights than these; name another OUT")
-
-
 def _execute(
     job: Job,
     overwrite: bool,
@@ -292,7 +264,7 @@ def _execute(
                 digests = engine.run(job.plan, outputs, progress, cold, done, journal.add)
         _check_tied(job, digests)
         manifest = _with_source_digests(job, {name: each.source for name, each in digests.items()})
-        _check_siblings(job, manifest)
+        check_siblings(job, manifest)
         manifest = replace(manifest, digests={name: each.slices for name, each in digests.items()})
         manifest = write_headers(manifest, layout, outputs)
         partial.write_beside(CONFIG_NAME, job.checkpoint.config_bytes)
@@ -300,7 +272,7 @@ def _execute(
     return manifest
 
 
-def _check_tied(job: Job, digests: Mapping[str, engine.TensorDigests]) -> None:
+def _check_tied(job: Job, digests: Mapping[str, TensorDigests]) -> None:
     """Two stored names of one parameter must hold the same bytes; only reading them can tell."""
     for group in job.tied:
         stored = [name for name in group if name in digests]

@@ -14,10 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..engine import run as engine
+from ..engine.records import ConvertPlan, TensorDigests
 from ..errors import OutputError
-from ..format.layout import ConvertPlan
 from ..remote.hub_cache import digest_of
 from ..source.fetch import Snapshot
+from ..system.progress import Progress
 from ..target.journal import Journal
 from ..target.leftovers import claimed
 from .prepare import Job
@@ -29,10 +30,10 @@ def run(
     job: Job,
     snapshot: Snapshot,
     outputs: Sequence[int],
-    progress: engine.Progress,
-    done: Mapping[str, engine.TensorDigests],
+    progress: Progress,
+    done: Mapping[str, TensorDigests],
     journal: Journal,
-) -> Mapping[str, engine.TensorDigests]:
+) -> Mapping[str, TensorDigests]:
     """As `engine.run`, of a job that was planned from headers. Files whose tensors are all `done` are not downloaded.
 
     The tensors of a file are durable before it goes. Raises `HubError` as well.

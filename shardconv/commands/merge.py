@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..engine import run as engine
+from ..engine.pool import write_all
+from ..engine.records import RoutePlan
 from ..engine.slices import check_digests, slices_of
 from ..errors import OutputError, SetError, every
 from ..format.config import config_digest, read_config
@@ -20,6 +22,7 @@ from ..format.names import CONFIG_NAME, MANIFEST_NAME, MODEL_INDEX, WEIGHTS_STEM
 from ..format.pipeline import rest_of_pipeline
 from ..format.sets import SetFile, any_set, component_of, components_in, open_files
 from ..system.linux import remove_folders
+from ..system.progress import Progress
 from ..target.checks import check_space, copied_nbytes
 from ..target.folder import PartialFolder
 from ..target.links import link_files
@@ -48,7 +51,7 @@ class _Job:
     manifest: Manifest
     config_bytes: bytes
     weights: Sequence[_WeightFile]
-    plan: engine.RoutePlan
+    plan: RoutePlan
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +63,7 @@ def merge(
     out: str | os.PathLike[str],
     *,
     max_shard_nbytes: int = MAX_SHARD_NBYTES,
-    new_progress: Callable[[str, int], engine.Progress] = lambda what, total: lambda nbytes: None,
+    new_progress: Callable[[str, int], Progress] = lambda what, total: lambda nbytes: None,
 ) -> list[str]:
     """Write the model of the set at `path` to `out` as diffusers saves it.
 
@@ -116,14 +119,14 @@ def _prepare(component: Path, name: str, limit: int) -> _Job:
     return _Job(name, manifest, config_bytes, weights, _route_plan(manifest, files, weights))
 
 
-def _execute(job: _Job, out: Path, new_progress: Callable[[str, int], engine.Progress]) -> list[str]:
+def _execute(job: _Job, out: Path, new_progress: Callable[[str, int], Progress]) -> list[str]:
     """Write one component; the names of its files, relative to the whole OUT."""
     progress = new_progress("merge", job.plan.read_nbytes)
     with PartialFolder(out.absolute()) as partial:
         outputs = partial.create({file.name: file.nbytes for file in job.weights})
         check_digests(job.manifest, engine.reroute(job.plan, outputs, progress))
         for file, fd in zip(job.weights, outputs, strict=True):
-            engine.write_all(fd, memoryview(file.header), 0)
+            write_all(fd, memoryview(file.header), 0)
         last = {CONFIG_NAME: job.config_bytes}
         if len(job.weights) > 1:
             last[f"{WEIGHTS_STEM}.safetensors.index.json"] = _index(job.manifest.tensors, job.weights)
@@ -163,13 +166,13 @@ def _weight_files(tensors: Sequence[StoredTensor], limit: int) -> list[_WeightFi
     ]
 
 
-def _route_plan(manifest: Manifest, files: Sequence[SetFile], weights: Sequence[_WeightFile]) -> engine.RoutePlan:
+def _route_plan(manifest: Manifest, files: Sequence[SetFile], weights: Sequence[_WeightFile]) -> RoutePlan:
     starts = {
         entry.name: [(index, len(file.header) + entry.start)]
         for index, file in enumerate(weights)
         for entry in file.entries
     }
-    return engine.RoutePlan(manifest.tensors, slices_of(manifest, files), starts)
+    return RoutePlan(manifest.tensors, slices_of(manifest, files), starts)
 
 
 def _index(tensors: Sequence[StoredTensor], weights: Sequence[_WeightFile]) -> bytes:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .._version import __version__
+from ..engine.records import ConvertPlan
 from ..errors import CheckpointError, OutputError, PlanError, UsageError, as_one, every
 from ..format.config import config_digest, read_config
-from ..format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
+from ..format.layout import StoredTensor, plan_layout, stored_tensors
 from ..format.manifest import FileRecord, Manifest, Source, SourceFileRecord
 from ..format.names import CONFIG_NAME, MODEL_INDEX, set_folder_name
 from ..format.pipeline import pipeline_components

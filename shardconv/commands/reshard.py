@@ -11,6 +11,7 @@ from typing import Any
 
 from .._version import __version__
 from ..engine import run as engine
+from ..engine.records import RoutePlan
 from ..engine.slices import check_digests, slices_of, write_headers
 from ..errors import OutputError, SetError, ShardconvWarning, UsageError, every
 from ..format.config import config_digest, read_config
@@ -20,10 +21,12 @@ from ..format.names import CONFIG_NAME, MANIFEST_NAME, MODEL_INDEX, set_folder_n
 from ..format.pipeline import rest_of_pipeline
 from ..format.plan import REPLICATED
 from ..format.sets import SetFile, any_set, component_of, components_in, open_files, sets_in
+from ..system.progress import NewProgress
 from ..target.checks import check_component, check_links, check_space, copied_nbytes
 from ..target.folder import PartialFolder, unfinished
 from ..target.links import link_files
-from .convert import NewProgress, Outcome, standing
+from .convert import standing
+from .outcome import Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +200,7 @@ def _existing(job: _Job) -> Manifest | None:
 
 
 def _execute(job: _Job, overwrite: bool, new_progress: NewProgress) -> Manifest:
-    plan = engine.RoutePlan(job.layout.tensors, slices_of(job.source, job.files), job.layout.starts)
+    plan = RoutePlan(job.layout.tensors, slices_of(job.source, job.files), job.layout.starts)
     progress = new_progress("reshard", plan.read_nbytes)
     with PartialFolder(job.folder) as partial:
         outputs = partial.create({file.name: file.nbytes for file in job.layout.files})

@@ -8,18 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..engine import run as engine
+from ..engine.records import ConvertPlan, Extent
 from ..errors import SetError, ShardconvError
 from ..format.config import config_digest, read_config
 from ..format.header import FileHeader
-from ..format.layout import ConvertPlan, StoredTensor, plan_layout, stored_tensors
+from ..format.layout import StoredTensor, plan_layout, stored_tensors
 from ..format.manifest import Manifest
 from ..format.names import CONFIG_NAME, MANIFEST_NAME, degree_of, is_hidden, is_set_file
 from ..format.sets import component_of, components_in, read_files, set_folders
 from ..libraries.diffusers import kept_in_fp32
 from ..source.checkpoint import Checkpoint, open_checkpoint
 from ..source.locate import locate
+from ..system.progress import Progress
 
-NewProgress = Callable[[str, int], engine.Progress]
+NewProgress = Callable[[str, int], Progress]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ def _payload_issues(
     files, issues = read_files(folder, manifest, names)
     issues = [issue if issue.startswith(str(folder)) else f"{folder / issue}" for issue in issues]
     slices = [(file, entry) for file in files for entry in file.header.tensors]
-    extents = [engine.Extent(file.path, file.header.data_start + entry.start, entry.nbytes) for file, entry in slices]
+    extents = [Extent(file.path, file.header.data_start + entry.start, entry.nbytes) for file, entry in slices]
     nbytes = sum(extent.nbytes for extent in extents)
     digests = engine.digests(extents, new_progress(f"verify {folder.name}", nbytes))
     for (file, entry), digest in zip(slices, digests, strict=True):

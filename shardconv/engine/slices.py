@@ -12,7 +12,8 @@ from ..errors import SetError
 from ..format.layout import SetLayout, file_header
 from ..format.manifest import FileRecord, Manifest
 from ..format.sets import SetFile
-from .run import Extent, RouteDigests, write_all
+from .pool import write_all
+from .records import Extent, RouteDigests
 
 
 def slices_of(manifest: Manifest, files: Sequence[SetFile]) -> dict[str, list[Extent]]:

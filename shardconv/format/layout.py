@@ -75,19 +75,6 @@ class SetLayout:
         return sum(file.nbytes for file in self.files)
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertPlan:
-    """Everything the engine needs to know: a layout, and where each tensor comes from."""
-
-    layout: SetLayout
-    sources: Mapping[str, SourceTensor]
-
-    @property
-    def read_nbytes(self) -> int:
-        """Bytes of tensor data read from the source."""
-        return sum(source.entry.nbytes for source in self.sources.values())
-
-
 def file_header(file: FileLayout, conversion_id: str, tp: int) -> bytes:
     """Everything before the data part of `file`."""
     return encode_header(file.tensors, _metadata(conversion_id, file.rank, tp))

@@ -13,14 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ..errors import HubError, OutputError, ShardconvError
-from ..format.names import (
-    JOURNAL_NAME,
-    aside_folder,
-    is_hidden,
-    partial_folder,
-    set_folder_name,
-    unfinished_name,
-)
+from ..format.names import JOURNAL_NAME, aside_folder, is_hidden, partial_folder, set_folder_name, unfinished_name
 from ..system.linux import (
     FOLDER_FLAGS,
     lock_folder,

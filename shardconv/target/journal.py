@@ -15,7 +15,7 @@ from pathlib import Path
 
 import xxhash
 
-from ..engine.run import TensorDigests
+from ..engine.records import TensorDigests
 from ..format.manifest import Manifest
 from ..format.names import JOURNAL_NAME
 from ..system.linux import sync_folder

@@ -1,0 +1,83 @@
+"""The way of one tensor's bytes: from the slices of some ranks to those of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..format.cut import Rows, runs
+from ..format.dtypes import DTYPE_BITS, nbytes_of
+from ..format.layout import StoredTensor
+from .pool import CHUNK_NBYTES, Reader, SliceWriter, chunks
+from .transform import cast
+
+
+def route(tensor: StoredTensor, stored_as: str, readers: Sequence[Reader], slices: Sequence[SliceWriter]) -> None:
+    """Send every byte of one tensor, `stored_as` that dtype where it is read, to the slices it belongs to."""
+    rows = tensor.rows()
+    if rows is None:
+        for nbytes in chunks(nbytes_of(stored_as, tensor.shape)):
+            slices[0].append(cast(readers[0].take(nbytes), stored_as, tensor.dtype))
+        return
+    itemsize = DTYPE_BITS[stored_as] // 8
+    if rows.nr_rows * rows.row_length == 0:
+        return
+    if rows.nr_rows == 1 or rows.row_length * itemsize > CHUNK_NBYTES:
+        for _ in range(rows.nr_rows):
+            for source, target, length in runs(rows, len(readers), len(slices)):
+                for nbytes in chunks(length * itemsize):
+                    slices[target].append(cast(readers[source].take(nbytes), stored_as, tensor.dtype))
+        return
+    per_chunk = CHUNK_NBYTES // (rows.row_length * itemsize)
+    for first in range(0, rows.nr_rows, per_chunk):
+        nr_rows = min(per_chunk, rows.nr_rows - first)
+        data = cast(_assemble(readers, nr_rows, rows, itemsize), stored_as, tensor.dtype)
+        for rank, share in enumerate(_gather(data, nr_rows, rows, DTYPE_BITS[tensor.dtype] // 8, len(slices))):
+            slices[rank].append(share)
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The same bytes of a row, in the whole tensor and in one rank's slice."""
+
+    whole: slice
+    local: slice
+
+
+def _columns(rows: Rows, rank: int, itemsize: int, tp: int) -> Iterator[_Columns]:
+    """For each block, the bytes of a row that `rank` holds."""
+    whole = local = 0
+    for block in rows.blocks:
+        part = block * itemsize // tp
+        start = whole + rank * part
+        yield _Columns(slice(start, start + part), slice(local, local + part))
+        whole, local = whole + block * itemsize, local + part
+
+
+def _assemble(readers: Sequence[Reader], nr_rows: int, rows: Rows, itemsize: int) -> memoryview:
+    """The next `nr_rows` whole rows, from the columns that each reader has of them."""
+    row_nbytes = rows.row_length * itemsize
+    if len(readers) == 1:
+        return readers[0].take(nr_rows * row_nbytes)
+    table = np.empty((nr_rows, row_nbytes), np.uint8)
+    for rank, reader in enumerate(readers):
+        data = reader.take(nr_rows * row_nbytes // len(readers))
+        part = np.frombuffer(data, np.uint8).reshape(nr_rows, row_nbytes // len(readers))
+        for place in _columns(rows, rank, itemsize, len(readers)):
+            table[:, place.whole] = part[:, place.local]
+    return table.data.cast("B")
+
+
+def _gather(data: memoryview, nr_rows: int, rows: Rows, itemsize: int, tp: int) -> Iterator[memoryview]:
+    """Each rank's columns of `nr_rows` whole rows, contiguous."""
+    if tp == 1:
+        yield data
+        return
+    table = np.frombuffer(data, np.uint8).reshape(nr_rows, rows.row_length * itemsize)
+    for rank in range(tp):
+        share = np.empty((nr_rows, rows.row_length * itemsize // tp), np.uint8)
+        for place in _columns(rows, rank, itemsize, tp):
+            share[:, place.local] = table[:, place.whole]
+        yield share.data.cast("B")
