@@ -35,8 +35,8 @@ from shardconv import (
 )
 from shardconv.cli.main import main
 from shardconv.format.sets import sets_in
+from shardconv.target import checks, leftovers
 from shardconv.target import folder as destination
-from shardconv.target import leftovers
 
 Refused = Callable[..., str]
 SET = {"shardconv.json", "replicated.safetensors", "rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"}
@@ -408,7 +408,7 @@ def test_e4_the_old_set_is_never_gone_while_it_is_replaced(
         assert set(os.listdir(new)) == SET
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(leftovers, "exchange", exchange)
+    monkeypatch.setattr(destination, "exchange", exchange)
     with pytest.raises(OutputError, match="Input/output error; nothing was left behind"):
         convert(source, out, tp=2, dtype="fp32", overwrite=True)
     assert toys.contents(out) == before
@@ -419,7 +419,7 @@ def test_e4_overwrite_works_where_there_is_no_exchange(
 ) -> None:
     """On a system without renameat2 the new set still takes the old one's place, and nothing else is left."""
     convert(source, out, tp=2)
-    monkeypatch.setattr(destination.ctypes, "CDLL", lambda *args, **kwargs: object())
+    monkeypatch.setattr(leftovers.ctypes, "CDLL", lambda *args, **kwargs: object())
     convert(source, out, tp=2, dtype="fp32", overwrite=True)
     assert set(os.listdir(out)) == {"config.json", "tp2"}
     assert set(os.listdir(out / "tp2")) == SET
@@ -468,7 +468,7 @@ def test_e10_a_full_target_is_refused_up_front(
     if disk is None:
         disk = source.parent
         usage = shutil.disk_usage(disk)._replace(free=1 << 20)
-        monkeypatch.setattr(destination.shutil, "disk_usage", lambda path: usage)
+        monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: usage)
     convert(source, source.parent / "elsewhere", tp=2, dry_run=True)
     needed = sum(file.nbytes for file in convert(source, source.parent / "elsewhere", tp=2, dry_run=True).files)
     message = toys.refused(capsys, OutputError, source, disk / "out", root=disk, tp=2)

@@ -33,6 +33,7 @@ from shardconv.format.header import FileHeader
 from shardconv.format.sets import sets_in
 from shardconv.system import linux
 from shardconv.system.linux import sync_folder
+from shardconv.target import checks
 from shardconv.target import folder as destination
 from shardconv.target.checks import copied_nbytes
 
@@ -83,7 +84,7 @@ def test_what_will_be_copied_counts(
         "reshard": lambda out: shardconv.reshard(tmp_path / "sets", out, tp=4),
     }[verb]
     free = [0]
-    monkeypatch.setattr(destination.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free[0]))
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free[0]))
 
     def needed(out: Path) -> int:
         free[0] = 0
@@ -291,7 +292,7 @@ def test_a_fault_after_the_rename_does_not_claim_that_nothing_is_left(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         real(folder)
 
-    monkeypatch.setattr(linux, "sync_folder", sync)
+    monkeypatch.setattr(destination, "sync_folder", sync)
     with pytest.raises(OutputError, match="Input/output error; it is complete, but may not outlast a power loss"):
         shardconv.convert(source, out, tp=2, dtype="bf16", overwrite=overwrite)
     shardconv.verify(out)

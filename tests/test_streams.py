@@ -22,7 +22,7 @@ from shardconv.cli import check
 from shardconv.cli.main import main
 from shardconv.errors import RanksFailed
 from shardconv.plans.catalogue import small_models
-from shardconv.target import leftovers
+from shardconv.target import folder as destination
 from shardconv.target.folder import PartialFolder
 from shardconv.target.leftovers import exchange
 from shardconv.trial import check as checking
@@ -286,14 +286,14 @@ def test_ctrl_c_while_a_set_gets_its_name_leaves_no_half(tmp_path: Path, monkeyp
     """Ctrl-C between the exchange of two folders and the end of the clean-up leaves nothing of the replaced one."""
     (tmp_path / "tp1").mkdir()
     (tmp_path / "tp1" / "rank-00000-of-00001.safetensors").write_bytes(b"old")
-    real = exchange
+    real = destination.exchange
 
     def exchange(new: Path, old: Path) -> Path:
         replaced = real(new, old)
         signal.raise_signal(signal.SIGINT)
         return replaced
 
-    monkeypatch.setattr(leftovers, "exchange", exchange)
+    monkeypatch.setattr(destination, "exchange", exchange)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with PartialFolder(tmp_path / "tp1") as partial:

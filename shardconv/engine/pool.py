@@ -24,7 +24,7 @@ WRITE_NBYTES = 1 << 20  # bytes written at once; larger writes stalled in the ke
 WORKERS = 4  # threads at most, never more than there are cores
 READERS = 16  # the same of threads that only read; more would take more memory than files
 _Item = TypeVar("_Item")
-Result = TypeVar("_Result")
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)

@@ -10,7 +10,8 @@ import numpy as np
 from ..format.cut import Rows, runs
 from ..format.dtypes import DTYPE_BITS, nbytes_of
 from ..format.layout import StoredTensor
-from .pool import CHUNK_NBYTES, Reader, SliceWriter, chunks
+from . import pool
+from .pool import Reader, SliceWriter, chunks
 from .transform import cast
 
 
@@ -24,13 +25,13 @@ def route(tensor: StoredTensor, stored_as: str, readers: Sequence[Reader], slice
     itemsize = DTYPE_BITS[stored_as] // 8
     if rows.nr_rows * rows.row_length == 0:
         return
-    if rows.nr_rows == 1 or rows.row_length * itemsize > CHUNK_NBYTES:
+    if rows.nr_rows == 1 or rows.row_length * itemsize > pool.CHUNK_NBYTES:
         for _ in range(rows.nr_rows):
             for source, target, length in runs(rows, len(readers), len(slices)):
                 for nbytes in chunks(length * itemsize):
                     slices[target].append(cast(readers[source].take(nbytes), stored_as, tensor.dtype))
         return
-    per_chunk = CHUNK_NBYTES // (rows.row_length * itemsize)
+    per_chunk = pool.CHUNK_NBYTES // (rows.row_length * itemsize)
     for first in range(0, rows.nr_rows, per_chunk):
         nr_rows = min(per_chunk, rows.nr_rows - first)
         data = cast(_assemble(readers, nr_rows, rows, itemsize), stored_as, tensor.dtype)
