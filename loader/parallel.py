@@ -14,8 +14,8 @@ from torch import nn
 from shardconv.errors import LoadError, PlanError, ShardconvWarning, UsageError
 from shardconv.format.cut import Cut
 from shardconv.format.plan import Plan, Style, parse_plan, read_plan_file
-from shardconv.libraries.diffusers import class_plan, other_plan
 from shardconv.plans.auto_rows import AUTO_ROWS, auto_rows
+from shardconv.plans.choice import class_plan, other_plan
 from shardconv.plans.match import PlannedModule
 from shardconv.plans.resolve import Resolution, resolve
 

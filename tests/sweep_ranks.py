@@ -26,8 +26,8 @@ import torch.distributed as dist
 import loader
 from shardconv.errors import PlanError, ShardconvError, ShardconvWarning
 from shardconv.format.plan import Plan
-from shardconv.libraries.diffusers import class_plan
 from shardconv.plans.catalogue import ENTRIES, cases
+from shardconv.plans.choice import class_plan
 
 CHUNK = 8  # classes whose models are held at once
 WAYS: Mapping[str, Mapping[str, Any]] = {"own": {}, "lean": {"lean": True}, "auto-rows": {"plan": "auto-rows"}}

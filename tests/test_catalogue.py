@@ -17,8 +17,8 @@ import shardconv
 from shardconv.commands.merge import merge
 from shardconv.errors import PlanError
 from shardconv.format.plan import Rule, Style
-from shardconv.libraries.diffusers import class_plan
 from shardconv.plans.catalogue import ENTRIES, cases
+from shardconv.plans.choice import class_plan
 from shardconv.plans.resolve import resolve
 
 pytestmark = [

@@ -20,8 +20,8 @@ import torch
 import shardconv
 from shardconv.errors import PlanError
 from shardconv.format.plan import Rule, Style
-from shardconv.libraries.diffusers import class_plan
 from shardconv.plans.catalogue import ENTRIES, cases
+from shardconv.plans.choice import class_plan
 from shardconv.plans.resolve import resolve
 
 pytestmark = [

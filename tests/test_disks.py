@@ -31,7 +31,6 @@ from shardconv.commands import convert as conversion
 from shardconv.commands import low_disk as lowdisk
 from shardconv.format.header import FileHeader
 from shardconv.format.sets import sets_in
-from shardconv.system import linux
 from shardconv.system.linux import sync_folder
 from shardconv.target import checks
 from shardconv.target import folder as destination

@@ -17,9 +17,9 @@ from toys import ATTENTION_PLAN, FFN, HEADS, INNER, PLAN, ToyTransformer
 
 from shardconv import PlanError, ShardconvWarning, convert
 from shardconv.format.plan import parse_plan
-from shardconv.libraries.diffusers import class_plan
 from shardconv.plans.auto_rows import auto_rows
 from shardconv.plans.catalogue import small_models
+from shardconv.plans.choice import class_plan
 from shardconv.plans.resolve import resolve
 
 FEED_FORWARD_PLAN = {key: style for key, style in PLAN.items() if key not in ATTENTION_PLAN}

@@ -11,6 +11,7 @@ from shardconv.commands.plans import row_of
 from shardconv.errors import PlanError
 from shardconv.libraries import diffusers as models
 from shardconv.plans.catalogue.released import RELEASED
+from shardconv.plans.choice import class_plan
 from shardconv.plans.resolve import degrees_of, resolve
 
 # What divides the heads, the kv heads and the widths of each, worked out by hand.
@@ -47,7 +48,7 @@ def test_degrees_and_sizes(name: str) -> None:
     model = skeleton(name)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     assert parameters / 1e9 == pytest.approx(RELEASED[name].parameters, abs=0.006)
-    assert degrees_of(model, models.class_plan(model), 8) == [1, *DEGREES[name]]
+    assert degrees_of(model, class_plan(model), 8) == [1, *DEGREES[name]]
     row = row_of(model)
     assert row.nbytes == 2 * parameters
     whole = row.replicated_share * row.nbytes
@@ -71,8 +72,8 @@ def test_a_forbidden_degree_is_refused_by_name(name: str, tp: int, said: str) ->
     """Heads, kv heads, heads of one attention only, or a block: the message names what stands in the way."""
     model = skeleton(name)
     with pytest.raises(PlanError) as caught:
-        resolve(model, models.class_plan(model), tp)
-    allowed = ", ".join(map(str, degrees_of(model, models.class_plan(model))))
+        resolve(model, class_plan(model), tp)
+    allowed = ", ".join(map(str, degrees_of(model, class_plan(model))))
     assert any(issue.startswith(f"{said}; use {allowed}") for issue in caught.value.issues)
 
 

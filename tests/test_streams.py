@@ -24,7 +24,6 @@ from shardconv.errors import RanksFailed
 from shardconv.plans.catalogue import small_models
 from shardconv.target import folder as destination
 from shardconv.target.folder import PartialFolder
-from shardconv.target.leftovers import exchange
 from shardconv.trial import check as checking
 from shardconv.trial import check_ranks, demo
 from shardconv.trial.check import Difference, Verdict

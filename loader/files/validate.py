@@ -18,6 +18,7 @@ from shardconv.format.cut import Cut
 from shardconv.format.manifest import Manifest
 from shardconv.format.sets import SetFile, component_of, open_files
 from shardconv.libraries import diffusers as models
+from shardconv.plans.choice import other_plan
 from shardconv.plans.resolve import Resolution, resolve
 from shardconv.system.cores import usable_cores
 from shardconv.system.crew import PATIENCE_S, Crew, check_stop
@@ -95,7 +96,7 @@ def check_model(opened: OpenSet, model: Any) -> Resolution:
         if name in expected and expected[name] != tensor.shape
     ]
     try:
-        resolution = resolve(model, manifest.plan, opened.size, models.other_plan(model))
+        resolution = resolve(model, manifest.plan, opened.size, other_plan(model))
     except PlanError as error:
         raise SetError(*issues, *error.issues) from None
     issues += [

@@ -13,6 +13,7 @@ from ..plans.catalogue.cases import CASES
 from ..plans.catalogue.entries import ENTRIES
 from ..plans.catalogue.entry import Entry
 from ..plans.catalogue.released import RELEASED
+from ..plans.choice import class_plan
 
 PARAMETER_NBYTES = 2  # bfloat16
 MAX_TP = 8  # degrees up to the ranks of one node
@@ -59,13 +60,12 @@ def _skeleton(cls: Any, config: Mapping[str, Any] | None) -> Any:
 def row_of(model: Any) -> Row:
     """Degrees and sizes of one model under the plan of its class. Raises `PlanError`."""
     from ..errors import PlanError
-    from ..libraries import diffusers as models
     from ..plans.resolve import degrees_of
 
-    entry, plan = ENTRIES[type(model).__name__], models.class_plan(model)
+    entry, plan = ENTRIES[type(model).__name__], class_plan(model)
     degrees = degrees_of(model, plan, MAX_TP)
     try:
-        lean = models.class_plan(model, degrees[-1])
+        lean = class_plan(model, degrees[-1])
     except PlanError:
         lean = plan
     whole = PARAMETER_NBYTES * sum(parameter.numel() for parameter in model.parameters())
@@ -124,4 +124,4 @@ def plan_of(subject: str) -> Mapping[str, object]:
     else:
         unknown = "no component folder and not in the catalogue; shardconv plans lists it"
         raise UsageError(f"{subject}: {models.renamed(subject) or unknown}")
-    return plan_to_json(models.class_plan(models.skeleton(models.model_class(name, config), config)))
+    return plan_to_json(class_plan(models.skeleton(models.model_class(name, config), config)))

@@ -21,6 +21,7 @@ from ..format.names import CONFIG_NAME, MANIFEST_NAME, MODEL_INDEX, set_folder_n
 from ..format.pipeline import rest_of_pipeline
 from ..format.plan import REPLICATED
 from ..format.sets import SetFile, any_set, component_of, components_in, open_files, sets_in
+from ..plans.choice import other_plan
 from ..system.progress import NewProgress
 from ..target.checks import check_component, check_links, check_space, copied_nbytes
 from ..target.folder import PartialFolder, unfinished
@@ -169,7 +170,7 @@ def _check_degree(source: Manifest, config: Mapping[str, Any], tp: int) -> tuple
 
     cls = models.model_class(source.model_class, config)
     model = models.skeleton(cls, config)
-    resolution = resolve(model, source.plan, tp, models.other_plan(model))
+    resolution = resolve(model, source.plan, tp, other_plan(model))
     issues = [
         f"{tensor.name}: this diffusers' {cls.__name__} is cut otherwise than the set; convert the source again"
         for tensor in source.tensors

@@ -12,6 +12,7 @@ from ..format.cut import Cut
 from ..format.plan import Plan, Rule, Style
 from ..libraries import diffusers as models
 from .auto_rows import auto_rows
+from .choice import class_plan, other_plan, version_warning
 from .heads import head_counts
 
 
@@ -87,14 +88,14 @@ def model_facts(
     warnings: list[str] = []
     try:
         chosen = _chosen(model, plan, tp, lean)
-        resolution = resolve(model, chosen, tp, models.other_plan(model))
+        resolution = resolve(model, chosen, tp, other_plan(model))
     except PlanError as error:
         issues = error.issues
     else:
         cuts = resolution.cuts
         heads = {count for _, count in head_counts(model, colwise_names(resolution.modules))}
         degrees = degrees_of(model, chosen)
-        unchecked = models.unchecked(model) if plan is None else None
+        unchecked = version_warning(model) if plan is None else None
         warnings = [*resolution.warnings, *filter(None, [unchecked])]
     return ModelFacts(
         model_class=cls.__name__,
@@ -114,5 +115,5 @@ def model_facts(
 
 def _chosen(model: Any, plan: Plan | Literal["auto-rows"] | None, tp: int, lean: bool) -> Plan:
     if plan is None:
-        return models.class_plan(model, tp if lean else None)
+        return class_plan(model, tp if lean else None)
     return auto_rows(model, tp) if isinstance(plan, str) else plan

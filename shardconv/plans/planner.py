@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any, Literal
 
 from ..format.plan import Plan, parse_plan, plan_to_json
-from ..libraries import diffusers as models
 from ..trial.children import how_ended
+from .choice import has_plan
 from .facts import ModelFacts, model_facts
 
 LOG = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Planner:
     def has_plan(self, library: str, name: str, config: Mapping[str, Any] | None = None) -> bool | None:
         """See `models.has_plan`."""
         answer = self._ask({"library": library, "name": name, "config": config})
-        return models.has_plan(library, name, config) if answer is None else answer["has_plan"]
+        return has_plan(library, name, config) if answer is None else answer["has_plan"]
 
     def facts(
         self, config: Mapping[str, Any], plan: Plan | Literal["auto-rows"] | None, tp: int, lean: bool = False
@@ -117,7 +117,7 @@ def serve() -> None:
 
 def _answer(question: Mapping[str, Any]) -> dict[str, Any]:
     if "name" in question:
-        return {"has_plan": models.has_plan(question["library"], question["name"], question["config"])}
+        return {"has_plan": has_plan(question["library"], question["name"], question["config"])}
     plan = question["plan"]
     if isinstance(plan, dict):
         plan = parse_plan(plan, "plan")

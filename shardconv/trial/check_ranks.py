@@ -29,9 +29,9 @@ from loader.parallel import parallelize, take_slice
 from ..errors import ShardconvError
 from ..format.cut import Cut
 from ..format.plan import Plan, parse_plan
-from ..libraries.diffusers import class_plan
 from ..plans.auto_rows import AUTO_ROWS, auto_rows
 from ..plans.catalogue import cases
+from ..plans.choice import class_plan
 from ..plans.resolve import Resolution, resolve
 
 LAYER_TOLERANCE = 1e-4  # of a layer's largest value; layers in the middle may amplify what the output does not show

@@ -1,0 +1,81 @@
+"""The plan of a model's class, and whether it was checked with this version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import PlanError
+from ..format.plan import Plan, parse_plan
+from ..libraries.diffusers import _lookup, model_class
+from .catalogue import ENTRIES, entry_of, expand
+from .catalogue.entry import places_of, refused
+
+
+def class_plan(model: Any, lean_for: int | None = None) -> Plan:
+    """The plan of the model's class: its `_tp_plan`, else the catalogue's.
+
+    `lean_for`: a tp degree for which the catalogue's additions for memory are wanted too; one that the degree does not
+    divide is left out. Raises `PlanError` for a class that has no plan, or nothing to add.
+    """
+    plan = _own_plan(model)
+    if lean_for is None:
+        return plan
+    entry = entry_of(model)
+    more = expand(entry.lean, model) if entry else {}
+    if not more:
+        raise PlanError(f"{type(model).__name__}: its plan leaves nothing that could be cut for memory; drop --lean")
+    fitting = {key for key in more if all(module.in_features % lean_for == 0 for _, module in places_of(model, key))}
+    return {**plan, **{key: rule for key, rule in more.items() if key in fitting}}
+
+
+def _own_plan(model: Any) -> Plan:
+    name = type(model).__name__
+    raw = getattr(type(model), "_tp_plan", None)
+    if raw:
+        return parse_plan(raw, f"{name}._tp_plan")
+    entry = entry_of(model)
+    reasons = dict.fromkeys(refused(entry, model).values()) if entry else ()
+    if reasons:
+        raise PlanError(*(f"{name}: {why}; give a plan that leaves it whole with --plan FILE" for why in reasons))
+    plan = expand(entry.plan, model) if entry else None
+    if not plan:
+        import diffusers
+
+        raise PlanError(
+            f"{name}: has no _tp_plan in diffusers {diffusers.__version__} and is not in the catalogue "
+            "(shardconv plans lists it); give a plan with --plan FILE"
+        )
+    return plan
+
+
+def version_warning(model: Any) -> str | None:
+    """One sentence when the class's plan is the catalogue's and was checked with other versions of diffusers only."""
+    import diffusers
+
+    entry = entry_of(model)
+    if entry is None or not entry.plan or getattr(type(model), "_tp_plan", None):
+        return None
+    if diffusers.__version__ in entry.checked:
+        return None
+    return (
+        f"{type(model).__name__}: its plan was checked with diffusers {', '.join(entry.checked)}, this is "
+        f"{diffusers.__version__}; run: shardconv check {type(model).__name__} --tp 2"
+    )
+
+
+def other_plan(model: Any) -> Plan | None:
+    """The class's own plan, beside a plan that somebody gave; None when there is none that we understand."""
+    try:
+        return class_plan(model)
+    except PlanError:
+        return None
+
+
+def has_plan(library: str, name: str, config: Mapping[str, Any] | None = None) -> bool | None:
+    """Whether a pipeline component (`library`, class name of model_index.json, its config) is a model that has a plan;
+    None when it is not a model of diffusers."""
+    if library != "diffusers" or _lookup(name) is None:
+        return None
+    cls = model_class(name, config)
+    return bool(getattr(cls, "_tp_plan", None)) or (cls.__name__ in ENTRIES and bool(ENTRIES[cls.__name__].plan))
