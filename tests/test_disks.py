@@ -321,7 +321,7 @@ def test_merge_leaves_its_source_alone(tmp_path: Path) -> None:
 def test_only_one_spelling_is_a_set(name: str, tmp_path: Path) -> None:
     """A folder that is not named as convert names it is no set to anybody: it is not found, listed, read or sent."""
     from shardconv.commands.sendable import sendable
-    from shardconv.remote.hub import Listing, RemoteFile, degrees_in
+    from shardconv.remote.store import Listing, RemoteFile, degrees_in
 
     component = small_sets.copied(small_sets.converted("flux", 4), tmp_path / "component")
     (component / "tp4").rename(component / name)

@@ -16,7 +16,7 @@ from shardconv.commands.sendable import sendable
 from shardconv.commands.verify import verify
 from shardconv.format.names import degree_of, set_folder_name
 from shardconv.format.sets import any_set, components_in, set_folders, sets_in
-from shardconv.remote.hub import Listing, RemoteFile, degrees_in
+from shardconv.remote.store import Listing, RemoteFile, degrees_in
 
 NAMES = ["tp04", "tp0", "tp", "tp\u0664", "tp\u00b2", "TP4", "tp4 ", "tp4\n", "tp-4", "tp+4", "tp4.partial", ".tp4"]
 

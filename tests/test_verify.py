@@ -20,7 +20,8 @@ from shardconv import Manifest, SetError, verify
 from shardconv.cli.main import main
 from shardconv.commands.inspect import inspect
 from shardconv.format.header import FileHeader
-from shardconv.remote.hub import Listing, Repo
+from shardconv.remote.hub import Repo
+from shardconv.remote.store import Listing
 from shardconv.source import fetch as fetching
 
 RANK_1, SHARED = "rank-00001-of-00002.safetensors", "replicated.safetensors"

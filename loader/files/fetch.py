@@ -21,7 +21,8 @@ from shardconv.format.names import (
     set_folder_name,
 )
 from shardconv.format.pipeline import pipeline_components
-from shardconv.remote.hub import Listing, RemoteFile, Repo, cache_folder, degrees_in, is_repo_name
+from shardconv.remote.hub import Repo, cache_folder, is_repo_name
+from shardconv.remote.store import Listing, RemoteFile, degrees_in
 from shardconv.remote.tokens import usable_token
 from shardconv.source.fetch import component_files
 from shardconv.system.crew import stoppable

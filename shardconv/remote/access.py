@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import HubError
-from .hub import Listing, Repo
+from .hub import Repo
+from .store import Listing
 
 EVERYBODY, WHO_ACCEPTS, WHO_IS_LET_IN = range(3)  # who reads it: all, those who accept its terms, those whom it chooses
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import HubError
-from ..format.names import MANIFEST_NAME, degree_of
 from ..system.crew import PATIENCE_S, Crew, check_stop
 from ..system.jsonfile import MAX_JSON_NBYTES
 from .failures import NOT_CACHED, patiently
 from .hub_cache import Cache, digest_of, discard, has_length
+from .store import Listing, RemoteFile
 from .tokens import known_secrets, login_issue, usable_token
 
 FETCHING = 8  # files at once
@@ -25,38 +25,6 @@ SMALL_NBYTES = 1 << 20  # below it, files are sent together
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """A file of a repo at one commit."""
-
-    name: str  # path in the repo
-    nbytes: int  # 0 also where a mirror does not tell
-    digest: str  # sha256 of a large file, git's sha1 of a small one, hex; "" when only the cache was asked
-
-
-@dataclass(frozen=True, slots=True)
-class Listing:
-    """A repo at one commit."""
-
-    commit: str
-    files: Mapping[str, RemoteFile]
-    gated: str | None = ""  # "auto", "manual", or "" when it is not; None: not told
-    private: bool = False
-
-    @property
-    def short_commit(self) -> str:
-        """The commit, as people write it."""
-        return self.commit[:7]
-
-    def digest(self, name: str) -> str:
-        """Of a file; "" when it is not known."""
-        return self.files[name].digest if name in self.files else ""
-
-    def nbytes(self, name: str) -> int:
-        """Of a file; 0 when it is not known."""
-        return self.files[name].nbytes if self.digest(name) else 0
 
 
 def is_repo_name(name: str) -> bool:
@@ -69,14 +37,6 @@ def cache_folder(cache_dir: str | None) -> Path:
     from huggingface_hub import constants
 
     return Path(cache_dir or constants.HF_HUB_CACHE).expanduser()
-
-
-def degrees_in(listing: Listing, component: str) -> dict[int, str]:
-    """tp degree -> folder of the sets of a component ("" for the root) in a repo."""
-    folders = [name.removesuffix(f"/{MANIFEST_NAME}") for name in listing.files if name.endswith(f"/{MANIFEST_NAME}")]
-    parts = [folder.rpartition("/") for folder in folders]
-    return dict(sorted((degree, f"{place}/{name}".lstrip("/")) for place, _, name in parts
-                       if place == component and (degree := degree_of(name))))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,23 +326,6 @@ class Repo:
             revision=branch,
         )
         return str(info.oid), str(info.pr_revision or branch), str(info.pr_url or info.commit_url)
-
-
-def card_metadata(text: str) -> dict[str, Any]:
-    """The front matter of a model card; empty when there is none that can be read."""
-    import huggingface_hub
-
-    try:
-        return dict(huggingface_hub.ModelCard(text, ignore_metadata_errors=True).data.to_dict())
-    except ValueError:
-        return {}
-
-
-def front_matter(metadata: Mapping[str, Any]) -> str:
-    """The lines that a model card begins with."""
-    import huggingface_hub
-
-    return f"---\n{huggingface_hub.ModelCardData(**metadata).to_yaml()}\n---\n"
 
 
 def _bar(api: Any) -> dict[str, Any]:

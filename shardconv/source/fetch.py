@@ -17,7 +17,8 @@ from ..format.header import MAX_HEADER_NBYTES
 from ..format.names import CONFIG_NAME, MANIFEST_NAME, MODEL_INDEX, WEIGHTS_STEM
 from ..format.pipeline import pipeline_components
 from ..format.weights import check_variant, read_index, select_files
-from ..remote.hub import Listing, Repo
+from ..remote.hub import Repo
+from ..remote.store import Listing
 
 HEADER_NBYTES = 128 << 10  # asked for at first; a longer header takes a second request
 _ABOUT = ("LICENSE", "README", "NOTICE")
