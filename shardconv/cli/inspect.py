@@ -11,8 +11,8 @@ from ..errors import OutputError
 from ..format.manifest import Manifest
 from ..format.plan import plan_to_json
 from ..format.summary import human, summarize
-from .convert import figures, table
 from .output import report, report_json
+from .report import figures, table
 from .svg import Chart, Row, draw
 
 NAME = "inspect"

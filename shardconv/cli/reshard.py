@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from ..commands.reshard import reshard_all
-from .convert import as_json, as_text
 from .output import DONE, report, report_json, talk
 from .progress import progress_bars
+from .report import as_json, as_text
 
 NAME = "reshard"
 HELP = "change the degree of a converted set, without its source"
