@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardconv.errors import LoadError, SetError, ShardconvWarning, UsageError
+from shardconv.errors import LoadError, ShardconvWarning, UsageError
 from shardconv.format.dtypes import CAST_FLOATS, REAL_FLOATS, torch_dtype
 from shardconv.format.header import FileHeader
 from shardconv.format.manifest import Manifest
@@ -29,9 +29,11 @@ from .files.validate import OpenSet, check_model, checking, open_set
 from .group.agreement import heed, one_call, together
 from .group.ranks import TIMEOUT_S, Ranks, place_of, ranks_of
 from .inputs import compare_next_call
+from .layers.attach import attach
 from .parallel import apply, check_layers
 from .transfer.join import join
-from .transfer.read import map_file, read_file, read_into_memory
+from .transfer.mapping import map_file
+from .transfer.read import read_file, read_into_memory
 
 TRANSFERS = ("mmap", "read")
 
@@ -164,7 +166,7 @@ def _load_rank(
         cast = partial(_cast, tensors, dtype, models.keep_in_fp32(cls))
         # Of mapped files it reads every page; on an accelerator it belongs on the stream of this thread.
         stoppable(cast, wanted, "loader-cast") if device.type == "cpu" else cast()
-    _attach(model, tensors, device)
+    attach(model, tensors, device)
     if ranks.size > 1:
         apply(model, resolution, ranks)
         for text in resolution.warnings:
@@ -242,21 +244,3 @@ def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype, fp32_modules: tu
         check_stop()
         if tensor.dtype in real:
             tensors[name] = tensor.to(torch.float32 if models.kept_in_fp32(name, fp32_modules) else dtype)
-
-
-def _attach(model: nn.Module, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Give every parameter and persistent buffer its tensor, tied ones one object; other buffers go to `device`."""
-    ready: dict[int, nn.Parameter] = {}
-    places = list(model.named_parameters(remove_duplicate=False))
-    for name, skeleton in places:
-        if name in tensors and id(skeleton) not in ready:
-            ready[id(skeleton)] = nn.Parameter(tensors[name], requires_grad=False)
-    missing = [name for name, skeleton in places if id(skeleton) not in ready]
-    if missing:
-        raise SetError(f"{missing[0]}: has no tensor in the set ({len(missing)} such); convert again")
-    for name, skeleton in places:
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._parameters[leaf] = ready[id(skeleton)]
-    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._buffers[leaf] = tensors[name] if name in tensors else buffer.to(device)

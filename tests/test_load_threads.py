@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import loader
 from loader import load
+from loader.layers.attach import attach
 from shardconv import CheckpointError
 from shardconv.libraries import diffusers as models
 
@@ -166,7 +167,7 @@ def overlap_on_rank_1(path: Path) -> list[str]:
     calls = [lambda: loader.load_model(path, device="cpu")] * 2
     if dist.get_rank() == 0:
         return [*in_threads(calls[0]), *in_threads(calls[1])]
-    taken, attach = threading.Event(), load._attach
+    taken, attach = threading.Event(), attach
 
     def slow(*args: Any) -> None:
         taken.set()

@@ -19,7 +19,9 @@ from safetensors.torch import load_file
 
 import shardconv
 from loader.transfer import read as transfer
-from loader.transfer.read import map_file, read_file
+from loader.transfer.chunks import READERS
+from loader.transfer.mapping import map_file
+from loader.transfer.read import read_file
 from shardconv.format.header import DATA_ALIGNMENT, FileHeader, TensorEntry, encode_header
 from shardconv.system.pagecache import is_cached
 
@@ -339,7 +341,7 @@ def test_a_failing_read_ends_all_readers_and_is_raised(error, after, tmp_path):
     with reading(failing), pytest.raises(type(error)) as caught:
         read_file(path, FileHeader.read(path), CPU, 4 * KB)
     assert caught.value is error
-    assert len(calls) <= after + 4 * transfer.READERS  # of 489
+    assert len(calls) <= after + 4 * READERS  # of 489
 
 
 def test_the_descriptor_is_closed_also_after_an_error(tmp_path):
@@ -357,7 +359,7 @@ def test_every_chunk_is_read_once_by_several_readers(tmp_path):
     """Chunks are shared out among the readers, each byte is read once and starts where direct I/O wants it."""
     path = write(tmp_path / "x.safetensors", ours(100_000))
     header = FileHeader.read(path)
-    preadv, calls, meeting = os.preadv, [], threading.Barrier(transfer.READERS, timeout=10)
+    preadv, calls, meeting = os.preadv, [], threading.Barrier(READERS, timeout=10)
 
     def slow(fd: int, buffers: list[memoryview], offset: int) -> int:
         first = threading.get_ident() not in {who for who, _ in calls}
@@ -371,7 +373,7 @@ def test_every_chunk_is_read_once_by_several_readers(tmp_path):
     offsets = sorted(offset for _, offset in calls)
     assert offsets == list(range(header.data_start, header.file_nbytes, 16 * KB))
     assert header.data_start % DATA_ALIGNMENT == 0
-    assert len({who for who, _ in calls}) == transfer.READERS
+    assert len({who for who, _ in calls}) == READERS
 
 
 # --- the page cache ---

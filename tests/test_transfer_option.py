@@ -25,7 +25,8 @@ import shardconv
 from loader import load
 from loader.files import validate
 from loader.transfer import read as transfer
-from loader.transfer.read import map_file, read_into_memory
+from loader.transfer.mapping import map_file
+from loader.transfer.read import read_into_memory
 from shardconv.format.header import FileHeader, TensorEntry, encode_header
 
 NAME = "qwenimage21"

@@ -23,7 +23,10 @@ from safetensors.torch import load_file, save_file
 import loader
 import shardconv
 from loader.transfer import read as transfer
-from loader.transfer.read import map_file, read_file, read_into_memory
+from loader.transfer.chunks import READERS
+from loader.transfer.mapping import map_file
+from loader.transfer.read import read_file, read_into_memory
+from loader.transfer.ring import _Ring
 from shardconv.format.header import FileHeader
 
 CPU = torch.device("cpu")
@@ -187,7 +190,7 @@ def test_a_reader_that_fails_half_way_is_heard(read, tmp_path):
 def test_a_reader_without_buffers_stops_the_others(tmp_path):
     """When memory for one reader's buffers is refused, the rest does not read on to the end first."""
     path, preadv, asked = saved(tmp_path / "x.safetensors", MB), os.preadv, []
-    made, ring = [], transfer._Ring
+    made, ring = [], _Ring
 
     def refuse(*args: Any) -> Any:
         made.append(args)
@@ -242,7 +245,7 @@ def pinned(path: Path, chunk: int) -> list[int]:
 @pytest.mark.parametrize("nbytes", [3 * MB, 40 * MB])
 def test_pinned_memory_is_two_chunks_a_reader(nbytes, tmp_path):
     """Whatever the file, two buffers of a chunk (torch pins powers of two) for each reader that has something to do."""
-    readers = min(transfer.READERS, nbytes // MB)
+    readers = min(READERS, nbytes // MB)
     assert on_one(pinned, saved(tmp_path / "x.safetensors", nbytes - 100), MB) == [MB] * 2 * readers
 
 

@@ -23,7 +23,7 @@ from shardconv.format.header import TensorEntry
 from shardconv.format.sets import SetFile
 from shardconv.system.crew import Crew, check_stop
 
-from .read import CHUNK_NBYTES, READERS
+from .chunks import CHUNK_NBYTES, READERS
 
 
 @dataclass(frozen=True, slots=True)
