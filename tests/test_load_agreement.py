@@ -173,7 +173,7 @@ def fail_while_rank_0_builds(path: Path, marker: Path) -> str:
     if rank == 0:
         build = models.skeleton
         slow = mock.patch.object(models, "skeleton", lambda *args: (time.sleep(3), build(*args))[1])
-        with slow, mock.patch.object(load, "_attach", side_effect=lambda *args: marker.touch()):
+        with slow, mock.patch.object(load, "attach", side_effect=lambda *args: marker.touch()):
             loader.load_model(path, device="cpu")
     loader.load_model(path / "nowhere" if rank == 1 else path, device="cpu")
     return "loaded"

@@ -595,7 +595,7 @@ def test_a_local_rank_that_is_no_number_is_told(told, accelerators):
 def fail_on_rank_1(where: str, error: Exception, path: Path) -> str:
     module, name = {
         "read": (load, "map_file"),
-        "attach": (load, "_attach"),
+        "attach": (load, "attach"),
         "apply": (load, "apply"),
         "fingerprint": (parallel, "_fingerprint"),
         "slice": (parallel, "take_slice"),

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 import loader
 from loader import load
-from loader.layers.attach import attach
 from shardconv import CheckpointError
 from shardconv.libraries import diffusers as models
 
@@ -167,14 +166,14 @@ def overlap_on_rank_1(path: Path) -> list[str]:
     calls = [lambda: loader.load_model(path, device="cpu")] * 2
     if dist.get_rank() == 0:
         return [*in_threads(calls[0]), *in_threads(calls[1])]
-    taken, attach = threading.Event(), attach
+    taken, attach = threading.Event(), load.attach
 
     def slow(*args: Any) -> None:
         taken.set()
         time.sleep(0.4)
         attach(*args)
 
-    with mock.patch.object(load, "_attach", slow):
+    with mock.patch.object(load, "attach", slow):
         return in_threads(calls[0], lambda: (taken.wait(30), calls[1]())[1])
 
 

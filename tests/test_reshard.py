@@ -25,7 +25,6 @@ from shardconv.cli.main import main
 from shardconv.commands import reshard as resharding
 from shardconv.commands.merge import merge
 from shardconv.engine import pool
-from shardconv.engine import run as engine
 from shardconv.plans.catalogue import small_models
 
 
@@ -281,7 +280,7 @@ def test_a_full_disk_leaves_nothing(toy: Path, monkeypatch: pytest.MonkeyPatch) 
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(engine.os, "pwrite", pwrite)
+    monkeypatch.setattr(pool.os, "pwrite", pwrite)
     with pytest.raises(OutputError, match="No space left on device; nothing was left behind"):
         reshard(toy / "out", toy / "new", tp=4)
     assert toys.contents(toy) == before

@@ -22,8 +22,8 @@ from safetensors.torch import load_file, save_file
 
 import loader
 import shardconv
+from loader.transfer import chunks
 from loader.transfer import read as transfer
-from loader.transfer.chunks import READERS
 from loader.transfer.mapping import map_file
 from loader.transfer.read import read_file, read_into_memory
 from loader.transfer.ring import _Ring
@@ -245,7 +245,7 @@ def pinned(path: Path, chunk: int) -> list[int]:
 @pytest.mark.parametrize("nbytes", [3 * MB, 40 * MB])
 def test_pinned_memory_is_two_chunks_a_reader(nbytes, tmp_path):
     """Whatever the file, two buffers of a chunk (torch pins powers of two) for each reader that has something to do."""
-    readers = min(READERS, nbytes // MB)
+    readers = min(chunks.READERS, nbytes // MB)
     assert on_one(pinned, saved(tmp_path / "x.safetensors", nbytes - 100), MB) == [MB] * 2 * readers
 
 

@@ -220,19 +220,19 @@ def test_a13_trailing_bytes_are_refused_by_all(root: Path) -> None:
 
 def test_a_file_that_cannot_be_read_does_not_hide_the_rest(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk error in one tensor is named with the system's reason, and what can be read is still checked."""
-    from shardconv.engine import run as engine
+    from shardconv.engine import pool
 
     folder = root / "out" / "tp2"
     bad = middle(folder / RANK_1, "blocks.0.attn.to_q.weight")
     flip(folder / SHARED, -1)
-    real, inode = engine.os.preadv, (folder / RANK_1).stat().st_ino
+    real, inode = pool.os.preadv, (folder / RANK_1).stat().st_ino
 
     def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-        if engine.os.fstat(fd).st_ino == inode and offset <= bad < offset + len(buffers[0]):
+        if pool.os.fstat(fd).st_ino == inode and offset <= bad < offset + len(buffers[0]):
             raise OSError(5, "Input/output error")
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(engine.os, "preadv", preadv)
+    monkeypatch.setattr(pool.os, "preadv", preadv)
     found = issues_of(folder)
     assert len(found) == 2
     assert any("to_q.weight cannot be read ([Errno 5] Input/output error)" in issue for issue in found)
