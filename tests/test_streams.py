@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import toys
@@ -225,25 +225,29 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")  # these do not compute
+REPORT = '{"issues": ["a shape"]}'
+
+
 @pytest.mark.parametrize(
     ("failing", "expected"),
     [
-        (lambda path: os.kill(os.getpid(), signal.SIGKILL), (1, -signal.SIGKILL)),
-        (lambda path: sys.exit(3), (1, 3)),
-        (lambda path: os._exit(0), (1, 0)),
-        (lambda path: path.write_text('{"issues": ["a shape"]}'), None),
+        ((signal.raise_signal, signal.SIGKILL), (1, -signal.SIGKILL)),
+        ((sys.exit, 3), (1, 3)),
+        ((os._exit, 0), (1, 0)),
+        ((Path.write_text, REPORT), None),
     ],
 )
 def test_no_rank_of_check_is_waited_for_in_vain(
-    failing: Callable[[Path], object], expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    failing: tuple[Any, Any], expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that would wait for one which died, without a report whatever its exit code, or has failed with one, are
     ended; which died is told."""
     monkeypatch.setattr(check_ranks, "PATIENCE_S", 0.2)
     reports = [tmp_path / "0.json", tmp_path / "1.json"]
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=time.sleep, args=(600,)), fork.Process(target=failing, args=(reports[1],))]
+    target, argument = failing
+    arguments = (reports[1], argument) if argument is REPORT else (argument,)
+    fresh = multiprocessing.get_context("spawn")
+    ranks = [fresh.Process(target=time.sleep, args=(600,)), fresh.Process(target=target, args=arguments)]
     for rank in ranks:
         rank.start()
     assert check_ranks._join(ranks, reports) == expected
