@@ -12,8 +12,8 @@ from handmade import write_source
 from hypothesis import strategies as st
 
 from shardconv import Manifest, __version__
+from shardconv.commands.prepare import plan_conversion
 from shardconv.engine import run as engine
-from shardconv.engine.records import ConvertPlan
 from shardconv.engine.slices import write_headers
 from shardconv.format.config import config_digest
 from shardconv.format.cut import Cut
@@ -75,12 +75,14 @@ def convert(source: HandSource, out: Path, tp: int, self_contained: bool = False
         records.append(SourceFileRecord(file.name, file.header.file_nbytes, file.header.digest, "5" * 32, {}))
     styles = (Style.PACKED_COLWISE, Style.PACKED_ROWWISE)
     cuts = {name: (styles[cut.dim], cut) for name, cut in source.cuts.items()}
-    layout = plan_layout(stored := stored_tensors(held.values(), cuts, None, ()), tp, self_contained)
+    layout = plan_layout(
+        stored := stored_tensors([each.entry for each in held.values()], cuts, None, ()), tp, self_contained
+    )
     folder = out / f"tp{tp}"
     folder.mkdir(parents=True)
     (out / "config.json").write_text(json.dumps(CONFIG))
     fds = [os.open(folder / file.name, os.O_RDWR | os.O_CREAT, 0o644) for file in layout.files]
-    digests = engine.run(ConvertPlan(layout, held), fds, lambda nbytes: None)
+    digests = engine.run(plan_conversion(layout, held), fds, lambda nbytes: None)
     manifest = Manifest(
         tool_version=__version__, conversion_id="", model_class=CONFIG["_class_name"], library_version="0.42.1",
         config_digest=config_digest(CONFIG), source=Source("org/name", "c0ffee", None, None, tuple(records)),

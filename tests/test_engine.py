@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from shardconv.commands.prepare import plan_conversion
 from shardconv.engine import pool
 from shardconv.engine import run as engine
 from shardconv.engine.pool import WORKERS, write_all
@@ -100,9 +101,9 @@ def _plan(case: Case, folder: Path, nr_files: int = 1) -> ConvertPlan:
         sources += [SourceTensor(entry, file) for entry in file.header.tensors]
     styles = (Style.PACKED_COLWISE, Style.PACKED_ROWWISE)
     cuts = {name: (styles[cut.dim], cut) for name, cut in case.cuts.items()}
-    tensors = stored_tensors(sources, cuts, case.cast_to, case.keep_fp32)
+    tensors = stored_tensors([source.entry for source in sources], cuts, case.cast_to, case.keep_fp32)
     layout = plan_layout(tensors, case.tp, case.self_contained)
-    return ConvertPlan(layout, {source.entry.name: source for source in sources})
+    return plan_conversion(layout, {source.entry.name: source for source in sources})
 
 
 @contextmanager
@@ -261,7 +262,7 @@ def test_joining_the_slices_gives_the_source_back(case: Case, chunk: int) -> Non
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
         digests = _run(case, folder)
-        starts = {tensor: [(0, source.offset)] for tensor, source in _plan(case, folder).sources.items()}
+        starts = {tensor: [(0, source.extent.offset)] for tensor, source in _plan(case, folder).sources.items()}
         plan = _route_plan(case, folder, starts)
         patch.setattr(pool, "CHUNK_NBYTES", chunk)
         fd = os.open(folder / "joined", os.O_RDWR | os.O_CREAT)

@@ -15,8 +15,8 @@ from handmade import write_source
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardconv.commands.prepare import plan_conversion
 from shardconv.engine import run as engine
-from shardconv.engine.records import ConvertPlan
 from shardconv.errors import CheckpointError
 from shardconv.format.cut import Cut
 from shardconv.format.dtypes import DTYPE_BITS
@@ -178,10 +178,8 @@ def test_b11_names_sort_by_rank() -> None:
 # What is stored
 
 
-def _source(name: str, dtype: str, shape: tuple[int, ...] = (4,)) -> SourceTensor:
-    entry = TensorEntry(name, dtype, shape, 0, math.prod(shape) * DTYPE_BITS[dtype] // 8)
-    file = SourceFile("m.safetensors", Path("m.safetensors"), FileHeader((entry,), {}, 8, 8 + entry.nbytes, ""))
-    return SourceTensor(entry, file)
+def _source(name: str, dtype: str, shape: tuple[int, ...] = (4,)) -> TensorEntry:
+    return TensorEntry(name, dtype, shape, 0, math.prod(shape) * DTYPE_BITS[dtype] // 8)
 
 
 def test_d1_d4_d7_a_cast_touches_real_floating_point_only() -> None:
@@ -286,10 +284,10 @@ def _convert_by_hand(folder: Path) -> Manifest:
     write_source(path, _TENSORS)
     file = SourceFile(path.name, path, FileHeader.read(path))
     sources = {entry.name: SourceTensor(entry, file) for entry in file.header.tensors}
-    tensors = stored_tensors(sources.values(), _CUTS, None, ())
+    tensors = stored_tensors(file.header.tensors, _CUTS, None, ())
     layout = plan_layout(tensors, 2, False)
     fds = [os.open(folder / each.name, os.O_RDWR | os.O_CREAT, 0o600) for each in layout.files]
-    digests = engine.run(ConvertPlan(layout, sources), fds, lambda nbytes: None)
+    digests = engine.run(plan_conversion(layout, sources), fds, lambda nbytes: None)
     manifest = Manifest(
         tool_version="0.1.0", conversion_id="", model_class="TinyTransformer2DModel", config_digest="0" * 32,
         library_version="0.42.1",

@@ -36,12 +36,12 @@ CHUNKS = (4 * KB, 8 * KB, 64 * KB, MB, 4 * MB, 16 * MB)
 
 Tensors = dict[str, torch.Tensor]
 Reader = Callable[[Path], Tensors]
-READERS: dict[str, Reader] = {
+WAYS: dict[str, Reader] = {
     "ring": lambda path: read_file(path, FileHeader.read(path), CPU, 4 * KB),
     "memory": lambda path: read_into_memory(path, FileHeader.read(path)),
 }
 mapped: Reader = lambda path: map_file(path, FileHeader.read(path))  # noqa: E731
-each_reader = pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+each_reader = pytest.mark.parametrize("read", WAYS.values(), ids=WAYS)
 
 
 def numbers(nbytes: int, seed: int = 0) -> torch.Tensor:
@@ -99,7 +99,7 @@ def test_data_and_tensors_may_start_at_any_address(within, read, tmp_path):
         assert found["first"].shape == (first,)
 
 
-@pytest.mark.parametrize("read", [*READERS.values(), mapped], ids=[*READERS, "map"])
+@pytest.mark.parametrize("read", [*WAYS.values(), mapped], ids=[*WAYS, "map"])
 def test_one_view_keeps_its_memory(read, tmp_path):
     """A single tensor left of a file, or a slice of it, keeps its bytes after all the others and the file are gone."""
     path = saved(tmp_path / "x.safetensors", MB)
@@ -115,7 +115,7 @@ def test_tensors_read_into_memory_own_their_bytes_and_nothing_else(tmp_path):
     """Each has a storage of its own size, and writing to one reaches neither the file nor its neighbour."""
     path = saved(tmp_path / "x.safetensors", 64 * KB)
     before = path.read_bytes()
-    found = READERS["memory"](path)
+    found = WAYS["memory"](path)
     assert [each.untyped_storage().nbytes() for each in found.values()] == [each.nbytes for each in found.values()]
     found["large"].fill_(-1)
     assert torch.equal(found["odd"], numbers(7, 1))
@@ -126,7 +126,7 @@ def test_tensors_read_into_memory_own_their_bytes_and_nothing_else(tmp_path):
 def test_memory_holds_files_shorter_and_longer_than_a_chunk(nbytes, tmp_path):
     """Reading into plain memory gives what safetensors reads, whatever the number of chunks."""
     path = saved(tmp_path / "x.safetensors", nbytes)
-    assert differing(READERS["memory"](path), path) == []
+    assert differing(WAYS["memory"](path), path) == []
 
 
 @each_reader

@@ -251,7 +251,7 @@ def _execute(
     key = conversion_key(job.manifest, [] if scarce else [file.path for file in job.checkpoint.files])
     with PartialFolder(job.folder) as partial:
         done = finished(partial.path, key, files)
-        there = sum(job.plan.sources[name].entry.nbytes for name in done)
+        there = sum(job.plan.sources[name].extent.nbytes for name in done)
         if done:
             tell(f"{job.folder}: resuming, {there:,} of {total:,} bytes are there already")
         progress = new_progress("convert", total)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..engine import run as engine
-from ..engine.records import ConvertPlan, TensorDigests
+from ..engine.records import ConvertPlan, TensorDigests, TensorSource
 from ..errors import OutputError
 from ..remote.hub_cache import digest_of
 from ..source.fetch import Snapshot
@@ -41,18 +41,23 @@ def run(
     digests = dict(done)
     with _staging(job.folder.with_name(f".{job.folder.name}.source")) as staging:
         for file in job.checkpoint.files:
-            mine = [tensor for tensor in job.plan.layout.tensors if job.plan.sources[tensor.name].file == file]
+            sources = job.plan.sources
+            mine = [tensor for tensor in job.plan.layout.tensors if sources[tensor.name].extent.path == file.path]
             left = tuple(tensor for tensor in mine if tensor.name not in digests)
             if not left:
                 continue
             path = snapshot.repo.download(snapshot.listing, f"{job.component}/{file.name}".lstrip("/"), staging)
-            here = replace(file, path=path)
-            sources = {tensor.name: replace(job.plan.sources[tensor.name], file=here) for tensor in left}
-            part = ConvertPlan(replace(job.plan.layout, tensors=left), sources)
+            moved = {tensor.name: _at(path, sources[tensor.name]) for tensor in left}
+            part = ConvertPlan(replace(job.plan.layout, tensors=left), moved)
             digests |= engine.run(part, outputs, progress, (path,), add=journal.add)
             journal.commit()
             path.unlink()
     return digests
+
+
+def _at(path: Path, source: TensorSource) -> TensorSource:
+    """`source` in another place."""
+    return replace(source, extent=replace(source.extent, path=path))
 
 
 @contextmanager

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .._version import __version__
-from ..engine.records import ConvertPlan
+from ..engine.records import ConvertPlan, Extent, TensorSource
+from ..engine.transform import Cast
 from ..errors import CheckpointError, OutputError, PlanError, UsageError, as_one, every
 from ..format.config import config_digest, read_config
-from ..format.layout import StoredTensor, plan_layout, stored_tensors
+from ..format.layout import SetLayout, StoredTensor, plan_layout, stored_tensors
 from ..format.manifest import FileRecord, Manifest, Source, SourceFileRecord
 from ..format.names import CONFIG_NAME, MODEL_INDEX, set_folder_name
 from ..format.pipeline import pipeline_components
@@ -21,7 +22,7 @@ from ..libraries import diffusers as models
 from ..libraries.diffusers import kept_in_fp32
 from ..plans.facts import ModelFacts
 from ..plans.planner import Planner
-from ..source.checkpoint import Checkpoint, open_checkpoint
+from ..source.checkpoint import Checkpoint, SourceTensor, open_checkpoint
 from ..source.locate import Located
 from ..source.unmatched import match_names, unexpected_names
 from ..system.jsonfile import parse, read_bounded
@@ -97,11 +98,11 @@ def _prepared(located: Located, component: str, out: Path, options: Options, pla
     aliases = _aliases(checkpoint, model.tied)
     target = out / component
     _check(checkpoint, model, aliases, check_target(target, checkpoint.folder, options.tp, checkpoint.config_bytes))
-    sources = {name: source for name, source in checkpoint.tensors.items() if name in model.tensors}
+    entries = {name: held.entry for name, held in checkpoint.tensors.items() if name in model.tensors}
     cast_to = DTYPES[options.dtype] if options.dtype else None
     fp32 = model.fp32_modules if cast_to else ()
-    kept = [name for name in sources if kept_in_fp32(name, fp32)]
-    tensors = stored_tensors(sources.values(), model.cuts, cast_to, kept)
+    kept = [name for name in entries if kept_in_fp32(name, fp32)]
+    tensors = stored_tensors(entries.values(), model.cuts, cast_to, kept)
     layout = plan_layout(tensors, options.tp, options.self_contained)
     manifest = Manifest(
         tool_version=__version__,
@@ -128,7 +129,7 @@ def _prepared(located: Located, component: str, out: Path, options: Options, pla
         what = f"tensors that {model.model_class} does not have"
         warnings.append(f"{checkpoint.folder}: {what} are left out: {shorten(loud)}")
     forecast = _forecast(checkpoint, model, tensors, options, planner) if options.dry_run else None
-    plan = ConvertPlan(layout, sources)
+    plan = plan_conversion(layout, checkpoint.tensors)
     told = map(located.snapshot.spoken, warnings) if located.snapshot else warnings
     return Job(component, target, checkpoint, manifest, plan, model.tied, tuple(told), forecast)
 
@@ -163,6 +164,16 @@ def _check(checkpoint: Checkpoint, model: ModelFacts, aliases: Mapping[str, str]
     errors = [kind(*texts) for kind, texts in found if texts]
     if errors:
         raise as_one(errors, CheckpointError)
+
+
+def plan_conversion(layout: SetLayout, tensors: Mapping[str, SourceTensor]) -> ConvertPlan:
+    """What the engine has to do to fill `layout` from the source's `tensors` of the same names."""
+    sources = {}
+    for tensor in layout.tensors:
+        held = tensors[tensor.name]
+        extent = Extent.of(held.file.path, held.file.header.data_start, held.entry)
+        sources[tensor.name] = TensorSource(extent, Cast(held.entry.dtype, tensor.dtype))
+    return ConvertPlan(layout, sources)
 
 
 def _aliases(checkpoint: Checkpoint, tied: Sequence[tuple[str, ...]]) -> dict[str, str]:

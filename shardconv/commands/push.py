@@ -21,8 +21,9 @@ from ..remote.store import Listing, RemoteFile, degrees_in
 from ..remote.tokens import usable_token
 from ..system.cores import usable_cores
 from ..system.crew import PATIENCE_S, Crew
+from ..system.progress import NewProgress
 from .sendable import Sendable, SendableSet, sendable
-from .verify import NewProgress, verify
+from .verify import verify
 
 CARD = "README.md"
 MAX_FILE_NBYTES = 500 * 1000**3  # the Hub takes no larger file

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..engine import run as engine
-from ..engine.records import ConvertPlan, Extent
+from ..engine.records import Extent
 from ..errors import SetError, ShardconvError
 from ..format.config import config_digest, read_config
 from ..format.header import FileHeader
@@ -19,9 +19,8 @@ from ..format.sets import component_of, components_in, read_files, set_folders
 from ..libraries.diffusers import kept_in_fp32
 from ..source.checkpoint import Checkpoint, open_checkpoint
 from ..source.locate import locate
-from ..system.progress import Progress
-
-NewProgress = Callable[[str, int], Progress]
+from ..system.progress import NewProgress
+from .prepare import plan_conversion
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +149,7 @@ def _payload_issues(
     files, issues = read_files(folder, manifest, names)
     issues = [issue if issue.startswith(str(folder)) else f"{folder / issue}" for issue in issues]
     slices = [(file, entry) for file in files for entry in file.header.tensors]
-    extents = [Extent(file.path, file.header.data_start + entry.start, entry.nbytes) for file, entry in slices]
+    extents = [Extent.of(file.path, file.header.data_start, entry) for file, entry in slices]
     nbytes = sum(extent.nbytes for extent in extents)
     digests = engine.digests(extents, new_progress(f"verify {folder.name}", nbytes))
     for (file, entry), digest in zip(slices, digests, strict=True):
@@ -183,7 +182,7 @@ def _source_issues(
     known = {tensor.name for tensor in manifest.tensors}.union(manifest.left_out)
     issues += [f"{folder}: lacks {name}, which {source} has" for name in checkpoint.tensors if name not in known]
     layout = plan_layout(same, manifest.tp_degree, manifest.self_contained)
-    plan = ConvertPlan(layout, {tensor.name: checkpoint.tensors[tensor.name] for tensor in same})
+    plan = plan_conversion(layout, checkpoint.tensors)
     digests = engine.run(plan, None, new_progress("compare with the source", plan.read_nbytes))
     issues += [
         f"{folder}: {tensor.name} differs from {source} in slices {differing}"
@@ -207,7 +206,7 @@ def _as_converted(tensor: StoredTensor, checkpoint: Checkpoint, manifest: Manife
     if held is None:
         return None
     kept = [tensor.name] if kept_in_fp32(tensor.name, manifest.keep_fp32) else []
-    return stored_tensors([held], {tensor.name: (tensor.style, tensor.cut)}, manifest.cast_to, kept)[0]
+    return stored_tensors([held.entry], {tensor.name: (tensor.style, tensor.cut)}, manifest.cast_to, kept)[0]
 
 
 def _differing(found: tuple[str, ...], known: tuple[str, ...]) -> list[int]:

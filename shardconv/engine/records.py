@@ -6,29 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..format.header import TensorEntry
 from ..format.layout import SetLayout, StoredTensor
-from ..source.checkpoint import SourceTensor
-
-
-@dataclass(frozen=True, slots=True)
-class ConvertPlan:
-    """Everything the engine needs to know: a layout, and where each tensor comes from."""
-
-    layout: SetLayout
-    sources: Mapping[str, SourceTensor]
-
-    @property
-    def read_nbytes(self) -> int:
-        """Bytes of tensor data read from the source."""
-        return sum(source.entry.nbytes for source in self.sources.values())
-
-
-@dataclass(frozen=True, slots=True)
-class TensorDigests:
-    """xxh3-128, hex."""
-
-    source: str  # of the source bytes
-    slices: tuple[str, ...]  # of the stored bytes, one a rank; a single one when whole
+from .transform import Transform
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +18,40 @@ class Extent:
     path: Path
     offset: int  # absolute, bytes
     nbytes: int
+
+    @classmethod
+    def of(cls, path: Path, data_start: int, entry: TensorEntry) -> Extent:
+        """The extent of `entry` in the file `path`, whose data part starts at the byte `data_start`."""
+        return cls(path, data_start + entry.start, entry.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSource:
+    """Where a tensor of a set comes from, and what happens to its bytes on the way."""
+
+    extent: Extent
+    transform: Transform
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertPlan:
+    """Everything the engine needs to know: a layout, and where each tensor comes from."""
+
+    layout: SetLayout
+    sources: Mapping[str, TensorSource]  # by tensor name
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes of tensor data read from the source."""
+        return sum(source.extent.nbytes for source in self.sources.values())
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDigests:
+    """xxh3-128, hex."""
+
+    source: str  # of the source bytes
+    slices: tuple[str, ...]  # of the stored bytes, one a rank; a single one when whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,30 +12,30 @@ from ..format.dtypes import DTYPE_BITS, nbytes_of
 from ..format.layout import StoredTensor
 from . import pool
 from .pool import Reader, SliceWriter, chunks
-from .transform import cast
+from .transform import Transform
 
 
-def route(tensor: StoredTensor, stored_as: str, readers: Sequence[Reader], slices: Sequence[SliceWriter]) -> None:
-    """Send every byte of one tensor, `stored_as` that dtype where it is read, to the slices it belongs to."""
+def route(tensor: StoredTensor, transform: Transform, readers: Sequence[Reader], slices: Sequence[SliceWriter]) -> None:
+    """Send every byte of one tensor through `transform` to the slices it belongs to."""
     rows = tensor.rows()
     if rows is None:
-        for nbytes in chunks(nbytes_of(stored_as, tensor.shape)):
-            slices[0].append(cast(readers[0].take(nbytes), stored_as, tensor.dtype))
+        for nbytes in chunks(nbytes_of(transform.reads, tensor.shape)):
+            slices[0].append(transform(readers[0].take(nbytes)))
         return
-    itemsize = DTYPE_BITS[stored_as] // 8
+    itemsize = DTYPE_BITS[transform.reads] // 8
     if rows.nr_rows * rows.row_length == 0:
         return
     if rows.nr_rows == 1 or rows.row_length * itemsize > pool.CHUNK_NBYTES:
         for _ in range(rows.nr_rows):
             for source, target, length in runs(rows, len(readers), len(slices)):
                 for nbytes in chunks(length * itemsize):
-                    slices[target].append(cast(readers[source].take(nbytes), stored_as, tensor.dtype))
+                    slices[target].append(transform(readers[source].take(nbytes)))
         return
     per_chunk = pool.CHUNK_NBYTES // (rows.row_length * itemsize)
     for first in range(0, rows.nr_rows, per_chunk):
         nr_rows = min(per_chunk, rows.nr_rows - first)
-        data = cast(_assemble(readers, nr_rows, rows, itemsize), stored_as, tensor.dtype)
-        for rank, share in enumerate(_gather(data, nr_rows, rows, DTYPE_BITS[tensor.dtype] // 8, len(slices))):
+        data = transform(_assemble(readers, nr_rows, rows, itemsize))
+        for rank, share in enumerate(_gather(data, nr_rows, rows, DTYPE_BITS[transform.gives] // 8, len(slices))):
             slices[rank].append(share)
 
 

@@ -17,6 +17,7 @@ from ..system.progress import Progress
 from .pool import READERS, Reader, Result, SliceWriter, Workers, chunks
 from .records import ConvertPlan, Extent, RouteDigests, RoutePlan, TensorDigests
 from .route import route
+from .transform import Cast
 
 _NOTHING: Mapping[str, TensorDigests] = {}
 
@@ -36,15 +37,16 @@ def run(
     Returns the digests by tensor name. Memory: WORKERS times two chunks. Raises `CheckpointError` when a source file
     changes under the reader or cannot be read, `OSError` when the system refuses a write; nothing is retried.
     """
-    extents = _extents(plan)
-    workers = Workers({extent.path for extent in extents.values()}, progress)
+    workers = Workers({source.extent.path for source in plan.sources.values()}, progress)
 
     def work(tensor: StoredTensor) -> TensorDigests:
         slices = _slices(tensor, plan.layout.starts[tensor.name], outputs)
-        reader = Reader(workers, extents[tensor.name], workers.buffer())
-        route(tensor, plan.sources[tensor.name].entry.dtype, [reader], slices)
-        if extents[tensor.name].path in cold:
-            drop(workers.fds[extents[tensor.name].path], extents[tensor.name].offset, extents[tensor.name].nbytes)
+        source = plan.sources[tensor.name]
+        extent = source.extent
+        reader = Reader(workers, extent, workers.buffer())
+        route(tensor, source.transform, [reader], slices)
+        if extent.path in cold:
+            drop(workers.fds[extent.path], extent.offset, extent.nbytes)
         digests = TensorDigests(reader.digest.hexdigest(), tuple(each.digest.hexdigest() for each in slices))
         add(tensor.name, digests)
         return digests
@@ -71,10 +73,8 @@ def _by_name(tensors: Sequence[StoredTensor], results: Sequence[Result]) -> dict
 
 def digest_sources(plan: ConvertPlan, progress: Progress) -> Mapping[str, str]:
     """xxh3-128 of every source tensor of `plan`, by name; reads everything, writes nothing."""
-    extents = _extents(plan)
-    workers = Workers({extent.path for extent in extents.values()}, progress)
-
-    found = workers.each(plan.layout.tensors, lambda tensor: _digest(workers, extents[tensor.name]))
+    workers = Workers({source.extent.path for source in plan.sources.values()}, progress)
+    found = workers.each(plan.layout.tensors, lambda tensor: _digest(workers, plan.sources[tensor.name].extent))
     return _by_name(plan.layout.tensors, found)
 
 
@@ -101,10 +101,6 @@ def _digest(workers: Workers, extent: Extent) -> str:
     return reader.digest.hexdigest()
 
 
-def _extents(plan: ConvertPlan) -> dict[str, Extent]:
-    return {name: Extent(source.file.path, source.offset, source.entry.nbytes) for name, source in plan.sources.items()}
-
-
 def reroute(plan: RoutePlan, outputs: Sequence[int], progress: Progress) -> Mapping[str, RouteDigests]:
     """Carry out `plan`; the digests by tensor name. Memory: WORKERS times three chunks. Raises as `run` does."""
     workers = Workers({extent.path for extents in plan.slices.values() for extent in extents}, progress)
@@ -112,7 +108,7 @@ def reroute(plan: RoutePlan, outputs: Sequence[int], progress: Progress) -> Mapp
     def work(tensor: StoredTensor) -> RouteDigests:
         slices = _slices(tensor, plan.starts[tensor.name], outputs)
         readers = [Reader(workers, extent, workers.buffer()) for extent in plan.slices[tensor.name]]
-        route(tensor, tensor.dtype, readers, slices)
+        route(tensor, Cast(tensor.dtype, tensor.dtype), readers, slices)
         return RouteDigests(
             tuple(reader.digest.hexdigest() for reader in readers), tuple(each.digest.hexdigest() for each in slices)
         )

@@ -26,7 +26,7 @@ def slices_of(manifest: Manifest, files: Sequence[SetFile]) -> dict[str, list[Ex
     for file in files:
         for entry in file.header.tensors:
             if entry.name not in whole or not slices[entry.name]:
-                slices[entry.name].append(Extent(file.path, file.header.data_start + entry.start, entry.nbytes))
+                slices[entry.name].append(Extent.of(file.path, file.header.data_start, entry))
     return slices
 
 

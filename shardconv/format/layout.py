@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import CheckpointError
-from ..source.checkpoint import SourceTensor
 from .cut import Cut, Rows, rows_of
 from .dtypes import CAST_FLOATS, DTYPE_BITS, nbytes_of
 from .header import TensorEntry, encode_header
@@ -87,19 +86,20 @@ def _metadata(conversion_id: str, rank: int | None, tp: int) -> dict[str, str]:
 
 
 def stored_tensors(
-    sources: Iterable[SourceTensor],
+    entries: Iterable[TensorEntry],
     cuts: Mapping[str, tuple[Style | str, Cut | None]],
     cast_to: str | None,
     keep_fp32: Iterable[str],
 ) -> list[StoredTensor]:
-    """The tensors of the set in source order. A cast touches `CAST_FLOATS` only, `keep_fp32` names go to F32.
+    """The tensors of the set, in the order of the source's `entries`. A cast touches `CAST_FLOATS` only, names
+    of `keep_fp32` go to F32.
 
     Raises `CheckpointError` for tensors to be cut whose elements do not fill bytes.
     """
     kept = frozenset(keep_fp32)
     result, issues = [], []
-    for source in sources:
-        name, dtype = source.entry.name, source.entry.dtype
+    for entry in entries:
+        name, dtype = entry.name, entry.dtype
         if cast_to and dtype in CAST_FLOATS:
             dtype = "F32" if name in kept else cast_to
         style, cut = cuts.get(name, (REPLICATED, None))
@@ -108,7 +108,7 @@ def stored_tensors(
                 f"{name}: stored as {dtype}, several elements in a byte, which cannot be cut; convert an unquantized "
                 "checkpoint"
             )
-        result.append(StoredTensor(name, dtype, source.entry.shape, str(getattr(style, "value", style)), cut))
+        result.append(StoredTensor(name, dtype, entry.shape, str(getattr(style, "value", style)), cut))
     if issues:
         raise CheckpointError(*issues)
     return result

@@ -36,11 +36,6 @@ class SourceTensor:
     entry: TensorEntry
     file: SourceFile
 
-    @property
-    def offset(self) -> int:
-        """Absolute byte offset of the tensor's data in its file."""
-        return self.file.header.data_start + self.entry.start
-
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
