@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 import pytest
 import ranks
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # they are scripts: each imports its neighbours by their plain names
 
 bench_convert, bench_load, bench_start, bench_step, common, gpu_check, report = map(

@@ -32,7 +32,6 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
 TIMEOUT_S = 60  # for one job, start to end
 _PRELOADED = ("torch", "torch.distributed", "torch.distributed.tensor", "diffusers", "loader.load", "loader.pipeline")
 _PRELOADED_CLASSES = (
@@ -122,7 +121,7 @@ class _Zygote:
 
     def __init__(self) -> None:
         self._connection, other = Pipe()
-        paths = [str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = filter(None, sys.path)  # with the folder of every test module, which are all imported by now
         threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"import ranks; ranks._serve({other.fileno()})"],

@@ -14,7 +14,7 @@ import loader
 from shardconv.cli.main import VERBS, parser
 from shardconv.format.plan import Style
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:
