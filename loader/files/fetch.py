@@ -22,9 +22,9 @@ from shardconv.format.names import (
 )
 from shardconv.format.pipeline import pipeline_components
 from shardconv.remote.hub import Repo, cache_folder, is_repo_name
+from shardconv.remote.needed import component_files
 from shardconv.remote.store import Listing, RemoteFile, degrees_in
 from shardconv.remote.tokens import usable_token
-from shardconv.source.fetch import component_files
 from shardconv.system.crew import stoppable
 
 from ..group.agreement import heed, together

@@ -22,7 +22,7 @@ from ..format.pipeline import rest_of_pipeline
 from ..format.plan import Plan, parse_plan, read_plan_file
 from ..format.sets import open_files
 from ..plans.auto_rows import AUTO_ROWS
-from ..source.fetch import Snapshot
+from ..remote.snapshot import Snapshot
 from ..source.locate import cold_weights, locate
 from ..system.links import followed
 from ..system.pagecache import ReadAhead

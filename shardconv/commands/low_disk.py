@@ -17,7 +17,7 @@ from ..engine import run as engine
 from ..engine.records import ConvertPlan, TensorDigests, TensorSource
 from ..errors import OutputError
 from ..remote.hub_cache import digest_of
-from ..source.fetch import Snapshot
+from ..remote.snapshot import Snapshot
 from ..system.progress import Progress
 from ..target.journal import Journal
 from ..target.leftovers import claimed

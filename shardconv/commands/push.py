@@ -14,8 +14,7 @@ from ..format.manifest import Manifest
 from ..format.names import CONFIG_NAME, MANIFEST_NAME, MODEL_INDEX, is_set_file
 from ..remote import card
 from ..remote.access import make_ready, owed_to_sources
-from ..remote.card import card_metadata, front_matter
-from ..remote.hub import Repo, is_repo_name
+from ..remote.hub import Repo, card_metadata, front_matter, is_repo_name
 from ..remote.hub_cache import digest_of
 from ..remote.store import Listing, RemoteFile, degrees_in
 from ..remote.tokens import usable_token

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from ..format.plan import Plan, parse_plan, plan_to_json
-from ..trial.children import how_ended
+from ..system.children import how_ended
 from .choice import has_plan
 from .facts import ModelFacts, model_facts
 

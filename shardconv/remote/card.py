@@ -86,20 +86,3 @@ def new(front_matter: str, repo: str, base_model: str | None, cast_to: str | Non
         f"{front_matter}\n# {title}\n\n{of}, {kind}, cut for tensor parallelism by shardconv. `shardconv merge` puts "
         f"the parts back together.\n\n{section}\n"
     )
-
-
-def card_metadata(text: str) -> dict[str, Any]:
-    """The front matter of a model card; empty when there is none that can be read."""
-    import huggingface_hub
-
-    try:
-        return dict(huggingface_hub.ModelCard(text, ignore_metadata_errors=True).data.to_dict())
-    except ValueError:
-        return {}
-
-
-def front_matter(metadata: Mapping[str, Any]) -> str:
-    """The lines that a model card begins with."""
-    import huggingface_hub
-
-    return f"---\n{huggingface_hub.ModelCardData(**metadata).to_yaml()}\n---\n"

@@ -347,3 +347,20 @@ def _remote_file(about: Any) -> RemoteFile:
     digest = about.lfs.sha256 if about.lfs else about.blob_id
     nbytes = about.size if about.size is not None else about.lfs.size if about.lfs else 0
     return RemoteFile(about.rfilename, int(nbytes or 0), str(digest or ""))
+
+
+def card_metadata(text: str) -> dict[str, Any]:
+    """The front matter of a model card; empty when there is none that can be read."""
+    import huggingface_hub
+
+    try:
+        return dict(huggingface_hub.ModelCard(text, ignore_metadata_errors=True).data.to_dict())
+    except ValueError:
+        return {}
+
+
+def front_matter(metadata: Mapping[str, Any]) -> str:
+    """The lines that a model card begins with."""
+    import huggingface_hub
+
+    return f"---\n{huggingface_hub.ModelCardData(**metadata).to_yaml()}\n---\n"

@@ -15,7 +15,7 @@ from ..system.pagecache import is_cached
 from .refusals import refuse_file
 
 if TYPE_CHECKING:
-    from .fetch import Snapshot
+    from ..remote.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)

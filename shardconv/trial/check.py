@@ -17,7 +17,7 @@ from ..format.plan import Plan, plan_to_json
 from ..libraries import diffusers as models
 from ..plans.auto_rows import AUTO_ROWS
 from ..plans.catalogue.cases import CASES
-from .children import ranks_failed, run_together
+from ..system.children import ranks_failed, run_together
 
 TOLERANCE = 1e-5  # largest difference of an output, relative to the largest value in it
 _LAYERS = re.compile(r"layer|blocks|depth$|capacity_factors")  # config keys that say how many layers there are

@@ -14,7 +14,7 @@ from ..errors import Interrupted, ShardconvError, UsageError
 from ..format.manifest import Manifest
 from ..format.summary import human, summarize
 from ..plans.catalogue import small_models
-from .children import run_together
+from ..system.children import run_together
 
 TP = 2
 TOLERANCE = 1e-5  # largest difference, relative to the largest output, in fp32

@@ -63,28 +63,16 @@ def _loaded_by(code: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_the_converter_knows_nothing_of_the_loader(name: str) -> None:
-    """No module of shardconv imports the loader, neither at its top nor inside a function."""
-    assert "loader" not in _imported(ast.walk(_tree(name)), "shardconv")
-
-
-@pytest.mark.parametrize("name", OURS)
 def test_heavy_libraries_are_imported_late(name: str) -> None:
-    """Importing a module of shardconv imports no heavy library; only dtypes.py is made of torch."""
-    allowed = {"torch"} if name == "shardconv/dtypes.py" else set()
-    assert _imported(list(_at_import_time(_tree(name).body)), "shardconv") & HEAVY == allowed
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_what_needs_torch_is_imported_late(name: str) -> None:
-    """No module of shardconv imports dtypes.py at its top, since that would import torch with it."""
-    assert "shardconv.format.dtypes" not in _imported(list(_at_import_time(_tree(name).body)), "shardconv")
+    """Importing a module of shardconv imports no heavy library, unless it runs the loader's ranks."""
+    if name not in ("shardconv/trial/check_ranks.py", "shardconv/trial/demo_rank.py"):
+        assert not _imported(list(_at_import_time(_tree(name).body)), "shardconv") & HEAVY
 
 
 def test_one_module_talks_to_the_hub() -> None:
-    """huggingface_hub is imported in shardconv/hub.py and nowhere else."""
+    """huggingface_hub is imported in remote/hub.py and nowhere else."""
     users = [name for name in FILES if "huggingface_hub" in _imported(ast.walk(_tree(name)), "")]
-    assert users == ["shardconv/hub.py"]
+    assert users == ["shardconv/remote/hub.py"]
 
 
 def test_nothing_is_unpickled() -> None:
@@ -97,7 +85,7 @@ def test_nothing_is_unpickled() -> None:
 def test_only_the_command_line_prints() -> None:
     """`print` and the standard streams are used in shardconv/cli and by the demo's ranks, nowhere else."""
     for name in FILES:
-        if name.startswith("shardconv/cli/") or name == "loader/demo_rank.py":
+        if name.startswith("shardconv/cli/") or name == "shardconv/trial/demo_rank.py":
             continue
         used = {ast.unparse(n) for n in ast.walk(_tree(name)) if isinstance(n, (ast.Name, ast.Attribute))}
         assert not used & {"print", "sys.stdout", "sys.stderr"}, name

@@ -76,7 +76,7 @@ def _used(tree: ast.Module, name: str, is_package: bool) -> Iterator[str]:
             base = ".".join(filter(None, [base, node.module]))
             yield from (f"{base}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if re.fullmatch(r"(shardconv|loader)(\.\w+)+", node.value):  # `python -m` that
+            if "." in node.value and node.value in modules():  # `python -m` that
                 yield node.value
             yield from re.findall(r"(?:from|import) ((?:shardconv|loader)(?:\.\w+)+)", node.value)  # `python -c` that
 

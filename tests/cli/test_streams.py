@@ -22,12 +22,12 @@ from shardconv.cli import check
 from shardconv.cli.main import main
 from shardconv.errors import RanksFailed
 from shardconv.plans.catalogue import small_models
+from shardconv.system.children import run_together
 from shardconv.target import folder as destination
 from shardconv.target.folder import PartialFolder
 from shardconv.trial import check as checking
 from shardconv.trial import check_ranks, demo
 from shardconv.trial.check import Difference, Verdict
-from shardconv.trial.children import run_together
 
 pytestmark = pytest.mark.slow
 SHARDCONV = f"{shlex.quote(sys.executable)} -m shardconv"

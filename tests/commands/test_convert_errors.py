@@ -795,7 +795,8 @@ def test_e10_a_disk_that_is_truly_full(tmp_path: Path, mounted: Callable[[str], 
     toys.save(toys.small_models.build("qwenimage21"), source)
     script = LIMITED.replace("resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))", "") if disk else LIMITED
     script = script.replace(
-        "sys.exit", "from shardconv import conversion\nconversion.check_space = lambda *args: []\nsys.exit"
+        "sys.exit",
+        "from shardconv.commands import convert as conversion\nconversion.check_space = lambda *args: []\nsys.exit",
     )
     target = (disk or tmp_path) / "out"
     argv = toys.arguments(source, target, tp=2, dtype="fp32", self_contained=True)

@@ -25,6 +25,8 @@ import shardconv
 from shardconv import HubError, SetError
 from shardconv.cli.main import main
 from shardconv.commands import push as pushing
+from shardconv.format.summary import human
+from shardconv.remote.hub_cache import digest_of
 
 REPO = "org/tiny-tp"
 SECRET = "hf_alice"
@@ -251,7 +253,7 @@ def test_large_files_go_through_the_chunk_store(hub: StandInHub, component: Path
     second push sends nothing."""
     hub.chunk_store = tmp_path / "chunks"
     files = {path: path.read_bytes() for path in component.glob("tp2/*.safetensors")}
-    hub.chunked = {shardconv.hub.digest_of(path, "0" * 64): data for path, data in files.items()}
+    hub.chunked = {digest_of(path, "0" * 64): data for path, data in files.items()}
     settings = hub.settings(tmp_path / "home", HF_HUB_DISABLE_XET="0")
     for _ in range(2):
         hub.log.clear()
@@ -294,7 +296,7 @@ def test_a_new_card_says_what_it_is(hub: StandInHub, client: Any, pipeline: Path
     for tp in (2, 4):
         files = (pipeline / "transformer" / f"tp{tp}").glob("*.safetensors")
         total = sum(path.stat().st_size for path in files)
-        assert f"| transformer | {tp} | {shardconv.format.summary.human(total)} |" in card
+        assert f"| transformer | {tp} | {human(total)} |" in card
     assert f'loader.load_pipeline("{REPO}"' in card
     assert hub.repos[REPO].gated == "auto"
 
@@ -567,7 +569,7 @@ def test_h4_what_arrived_is_not_sent_again(
 ) -> None:
     """The third of four rank files fails for good; the next push sends that one and what came after it, no more."""
     hub.part_nbytes = part_nbytes
-    third = shardconv.hub.digest_of(component / "tp4" / "rank-00002-of-00004.safetensors", "0" * 64)
+    third = digest_of(component / "tp4" / "rank-00002-of-00004.safetensors", "0" * 64)
     hub.fail("PUT", f"/upload/{third}/", times=1, status=403, text="storage says no")
     said = refused(capsys, "--degrees", "4", component, REPO)
     assert said.startswith(f"{REPO}: tp4/rank-00002-of-00004.safetensors: the Hub refuses (storage says no)")

@@ -21,6 +21,7 @@ from shardconv.cli.main import main
 from shardconv.commands.inspect import inspect
 from shardconv.format.header import FileHeader
 from shardconv.remote.hub import Repo
+from shardconv.remote.snapshot import Snapshot
 from shardconv.remote.store import Listing
 from shardconv.source import fetch as fetching
 
@@ -383,9 +384,9 @@ def test_a_repo_is_taken_at_the_commit_on_record(root: Path, monkeypatch: pytest
     """A set that came from the Hub is compared with the commit that it was converted from, not with what is newest."""
     asked: list[tuple[object, ...]] = []
 
-    def fetch(repo: Repo, *args: object) -> fetching.Snapshot:
+    def fetch(repo: Repo, *args: object) -> Snapshot:
         asked.append((repo.name, *args))
-        return fetching.Snapshot(repo, Listing("c0ffee", {}, ""), root / "source", (), temporary=False)
+        return Snapshot(repo, Listing("c0ffee", {}, ""), root / "source", (), temporary=False)
 
     monkeypatch.setattr(fetching, "fetch", fetch)
     shardconv.convert("org/name", root / "new", tp=2, revision="main")

@@ -197,7 +197,10 @@ def checkpoint(folder: Path) -> str:
             if any(file.path.resolve().parent != folder.resolve() for file in opened.files):
                 raise Finding("a file from elsewhere")
             for tensor in opened.tensors.values():
-                if tensor.offset + tensor.entry.nbytes > tensor.file.path.stat().st_size:
+                if (
+                    tensor.file.header.data_start + tensor.entry.start + tensor.entry.nbytes
+                    > tensor.file.path.stat().st_size
+                ):
                     raise Finding("a tensor beyond its file")
     return said
 

@@ -97,7 +97,7 @@ def opened() -> Iterator[list[int]]:
         return open_(path, flag, *mode)
 
     open_ = os.open
-    with mock.patch.object(transfer.os, "open", spy):
+    with mock.patch.object(os, "open", spy):
         yield flags
 
 
@@ -165,7 +165,7 @@ def test_a_file_system_without_direct_io_is_read_through_the_cache(tmp_path):
             raise OSError(22, "Invalid argument")
         return open_(path, flag)
 
-    with mock.patch.object(transfer, "is_cached", return_value=False), mock.patch.object(transfer.os, "open", refuse):
+    with mock.patch.object(transfer, "is_cached", return_value=False), mock.patch.object(os, "open", refuse):
         found = read_file(path, FileHeader.read(path), CPU)
     assert flags == [True, False]
     assert_equal(found, path)
@@ -262,7 +262,7 @@ Read = Callable[[int, list[memoryview], int], int]
 
 
 def reading(read: Read) -> mock._patch[Read]:
-    return mock.patch.object(transfer.os, "preadv", read)
+    return mock.patch.object(os, "preadv", read)
 
 
 @pytest.mark.parametrize(("most", "direct"), [(1, False), (100, False), (5000, False), (512, True), (4096, True)])

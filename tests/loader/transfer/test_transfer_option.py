@@ -24,7 +24,6 @@ import loader
 import shardconv
 from loader import load
 from loader.files import validate
-from loader.transfer import read as transfer
 from loader.transfer.mapping import map_file
 from loader.transfer.read import read_into_memory
 from shardconv.format.header import FileHeader, TensorEntry, encode_header
@@ -269,7 +268,7 @@ def resident() -> int:
 
 def memory_over_time(path: Path, name: str) -> tuple[int, int]:
     """Bytes resident above the start: with every page of the tensors touched, and after dropping them."""
-    read = getattr(transfer, name)
+    read = {"map_file": map_file, "read_into_memory": read_into_memory}[name]
     header = FileHeader.read(path)
     torch.zeros(MB, dtype=torch.uint8).sum()
     before = resident()
@@ -309,7 +308,7 @@ def test_g6_without_memory_to_reserve_the_mapping_is_read_only(out):
     """Under strict overcommit a load maps read-only, says so once a file, and gives the same bits."""
     told = r"^[\w-]+\.safetensors: .* are read-only; writing to one in place would end the process$"
     with (
-        mock.patch.object(transfer.mmap, "mmap", strict),
+        mock.patch.object(mmap, "mmap", strict),
         pytest.warns(shardconv.ShardconvWarning, match=told) as warned,  # and nothing else, which would be an error
     ):
         model = loader.load_model(out, device="cpu")
@@ -320,7 +319,7 @@ def test_g6_without_memory_to_reserve_the_mapping_is_read_only(out):
 
 def test_another_fault_of_a_mapping_is_raised(out):
     """Only "no memory" has a second try."""
-    failing = mock.patch.object(transfer.mmap, "mmap", side_effect=OSError(19, "No such device"))
+    failing = mock.patch.object(mmap, "mmap", side_effect=OSError(19, "No such device"))
     with failing, pytest.raises(OSError, match="No such device"):
         loader.load_model(out, device="cpu")
 
@@ -331,7 +330,7 @@ def load_below_a_limit(path: Path, name: str) -> str:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (used + GB, resource.RLIM_INFINITY))
     try:
-        getattr(transfer, name)(path, header)
+        {"map_file": map_file, "read_into_memory": read_into_memory}[name](path, header)
     except OSError as error:
         return str(error)
     return "loaded"

@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 import loader
 import shardconv
 from loader.transfer import chunks
-from loader.transfer import read as transfer
 from loader.transfer.mapping import map_file
 from loader.transfer.read import read_file, read_into_memory
 from loader.transfer.ring import _Ring
@@ -145,7 +144,7 @@ Preadv = Callable[[int, list[memoryview], int], int]
 
 
 def reading(preadv: Preadv) -> Any:
-    return mock.patch.object(transfer.os, "preadv", preadv)
+    return mock.patch.object(os, "preadv", preadv)
 
 
 @each_reader
@@ -204,7 +203,8 @@ def test_a_reader_without_buffers_stops_the_others(tmp_path):
             pass
         return preadv(fd, buffers, offset)
 
-    with mock.patch.object(transfer, "_Ring", refuse), reading(counted), pytest.raises(MemoryError, match="no room"):
+    refusing = mock.patch("loader.transfer.ring._Ring", refuse)
+    with refusing, reading(counted), pytest.raises(MemoryError, match="no room"):
         read_file(path, FileHeader.read(path), CPU, 4 * KB)
     assert len(asked) < 200  # of 257
 
