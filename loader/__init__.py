@@ -33,3 +33,7 @@ def __getattr__(name: str) -> Any:
 
     with DIFFUSERS:  # two threads that ask for the first time
         return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
