@@ -18,23 +18,20 @@ from ..engine.slices import write_headers
 from ..errors import CheckpointError, Interrupted, OutputError, SetError, ShardconvWarning, UsageError
 from ..format.manifest import Manifest
 from ..format.names import CONFIG_NAME, MANIFEST_NAME
-from ..format.pipeline import rest_of_pipeline
 from ..format.plan import Plan, parse_plan, read_plan_file
 from ..format.sets import open_files
 from ..plans.auto_rows import AUTO_ROWS
-from ..remote.snapshot import Snapshot
-from ..source.locate import cold_weights, locate
-from ..system.links import followed
+from ..source.locate import Located, cold_weights, locate
 from ..system.pagecache import ReadAhead
 from ..system.progress import NewProgress
-from ..target.checks import check_links, check_space, copied_nbytes
+from ..target.checks import check_space
 from ..target.folder import PartialFolder, unfinished
 from ..target.journal import Journal, conversion_key, finished
 from ..target.leftovers import clear_leftovers, leftover_nbytes
-from ..target.links import link_files
-from . import low_disk as lowdisk
 from .outcome import Outcome, check_siblings
 from .prepare import DTYPES, Job, Options, prepare
+from .rest import FolderRest, Rest, rest_of
+from .writer import FromFiles, LowDisk, Writer
 
 READ_AHEAD_NBYTES = 6 * 1000**3  # what a disk gives while Python imports; more could push out what is needed first
 
@@ -111,6 +108,51 @@ def convert_all(
 
     `tell` is called with a sentence when the work of a killed conversion goes on, and when links bring in other files.
     """
+    _check_request(source, out, options, subfolder)
+    out, headers_only = Path(out), options.dry_run or options.low_disk
+    located = locate(source, subfolder, revision, options.variant, headers_only)
+    writer = _writer(source, located, subfolder, options)
+    with ReadAhead(writer.cold if isinstance(writer, FromFiles) else (), 0 if options.dry_run else READ_AHEAD_NBYTES):
+        jobs = prepare(located, subfolder, out, options)
+    for job in jobs:
+        check_siblings(job, job.manifest)
+    rest: Rest = FolderRest(located.folder, ())
+    if located.is_pipeline and subfolder is None:
+        rest = rest_of(located, [job.component for job in jobs], headers_only)
+    if remark := rest.remark():
+        tell(remark)
+    differing = rest.differing(out)
+    if differing and not options.overwrite:
+        raise OutputError(*differing)
+    there = [_existing(job, options, new_progress) for job in jobs]
+    if options.dry_run:
+        download = located.snapshot.missing() if located.snapshot else None
+        return [
+            Outcome(job.component, job.folder, job.manifest, job.warnings, False, download, job.forecast)
+            for job in jobs
+        ]
+    left = [job for job, known in zip(jobs, there, strict=True) if known is None]
+    needed = sum(max(0, job.plan.layout.nbytes - leftover_nbytes(job.folder)) for job in left)
+    issues = check_space(out, needed, rest.copied_nbytes(out) + writer.staged_nbytes(left))
+    if issues:
+        raise OutputError(*issues)
+    outcomes: list[Outcome] = []
+    sharded = [job.component for job in jobs] if rest.names else []
+    steps = len(left) + bool(differing or any(not (out / name).exists() for name in rest.names))
+    with standing(outcomes), unfinished(out, options.tp, sharded, steps):
+        for job, known in zip(jobs, there, strict=True):
+            if known is not None:
+                clear_leftovers(job.folder)
+            manifest = known or _execute(job, writer, options.overwrite, new_progress, tell)
+            outcomes.append(Outcome(job.component, job.folder, manifest, job.warnings, known is not None))
+        rest.bring(out, options.overwrite)
+    return outcomes
+
+
+def _check_request(
+    source: str | os.PathLike[str], out: str | os.PathLike[str], options: Options, subfolder: str | None
+) -> None:
+    """Refuse what makes no sense whatever the source holds."""
     if type(options.tp) is not int or options.tp < 1:
         raise UsageError(f"--tp: expected a positive number of ranks, found {options.tp}")
     if Path(source).is_dir() and Path(source).resolve() in Path(out).resolve().parents:
@@ -121,56 +163,14 @@ def convert_all(
         raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {options.dtype!r}")
     if subfolder is not None and (Path(subfolder).is_absolute() or ".." in Path(subfolder).parts):
         raise UsageError(f"--subfolder: expected a folder inside the source, found {subfolder!r}")
-    out = Path(out)
-    located = locate(source, subfolder, revision, options.variant, options.dry_run or options.low_disk)
-    if options.low_disk and not located.snapshot:
+
+
+def _writer(source: str | os.PathLike[str], located: Located, subfolder: str | None, options: Options) -> Writer:
+    if not options.low_disk:
+        return FromFiles(cold_weights(located.folder, subfolder))
+    if not located.snapshot:
         raise UsageError(f"--low-disk: of a Hub repo, {source} is here already; leave it out")
-    scarce = located.snapshot if options.low_disk else None
-    cold = cold_weights(located.folder, subfolder) if not scarce else []
-    with ReadAhead(cold, 0 if options.dry_run else READ_AHEAD_NBYTES):
-        jobs = prepare(located, subfolder, out, options)
-    for job in jobs:
-        check_siblings(job, job.manifest)
-    sharded = [job.component for job in jobs]
-    rest = rest_of_pipeline(located.folder, sharded) if located.is_pipeline and subfolder is None else []
-    if located.snapshot and (options.dry_run or options.low_disk):  # these files are not here
-        rest = located.snapshot.rest(sharded) if rest else []
-        differing = lowdisk.differing(located.snapshot, out, rest)
-    else:
-        differing = _differing(located.folder, out, rest, tell)
-    issues = [] if options.overwrite else differing
-    if issues:
-        raise OutputError(*issues)
-    there = [_existing(job, options, new_progress) for job in jobs]
-    if options.dry_run:
-        download = located.snapshot.missing() if located.snapshot else None
-        return [
-            Outcome(job.component, job.folder, job.manifest, job.warnings, False, download, job.forecast)
-            for job in jobs
-        ]
-    left = [job for job, known in zip(jobs, there, strict=True) if known is None]
-    needed = sum(max(0, job.plan.layout.nbytes - leftover_nbytes(job.folder)) for job in left)
-    if scarce:
-        copied = sum(scarce.listing.files[name].nbytes for name in rest if not (out / name).exists())
-        copied += max((file.header.file_nbytes for job in left for file in job.checkpoint.files), default=0)
-    else:
-        copied = copied_nbytes(located.folder, out, rest)
-    issues = check_space(out, needed, copied)
-    if issues:
-        raise OutputError(*issues)
-    outcomes: list[Outcome] = []
-    steps = len(left) + bool(differing or any(not (out / name).exists() for name in rest))
-    with standing(outcomes), unfinished(out, options.tp, sharded if rest else [], steps):
-        for job, known in zip(jobs, there, strict=True):
-            if known is not None:
-                clear_leftovers(job.folder)
-            manifest = known or _execute(job, options.overwrite, cold, new_progress, tell, scarce)
-            outcomes.append(Outcome(job.component, job.folder, manifest, job.warnings, known is not None))
-        if scarce:
-            lowdisk.bring_rest(scarce, out, rest, options.overwrite)
-        else:
-            link_files(located.folder, out, rest, options.overwrite)
-    return outcomes
+    return LowDisk(located.snapshot)
 
 
 @contextmanager
@@ -184,14 +184,6 @@ def standing(outcomes: Sequence[Outcome]) -> Iterator[None]:
             raise
         verb = "stand" if len(written) > 1 else "stands"
         raise Interrupted(f"{', '.join(written)} {verb} complete, what follows does not; run it again") from None
-
-
-def _differing(folder: Path, out: Path, names: Sequence[str], tell: Callable[[str], None]) -> list[str]:
-    """Issues that forbid bringing the files `names` of a pipeline's `folder` into `out`; says which links bring in."""
-    linked = followed(names, folder)
-    if linked:
-        tell(linked)
-    return check_links(folder, out, names)
 
 
 def _existing(job: Job, options: Options, new_progress: NewProgress) -> Manifest | None:
@@ -215,12 +207,12 @@ def _existing(job: Job, options: Options, new_progress: NewProgress) -> Manifest
         if options.dry_run:  # it reads no weights, so it cannot tell more
             return there
         if options.low_disk:  # nor does this; but a commit has one content
-            files = tuple(replace(file, digest="") for file in there.source.files)
-            if replace(there.source, files=files) == job.manifest.source:
+            if there.source.place == job.manifest.source.place and there.source.same_weights(job.manifest.source):
                 return there
             raise OutputError(f"{job.folder}: holds a conversion of another commit; add --overwrite to replace it")
         progress = new_progress("compare", job.plan.read_nbytes)
-        if _with_source_digests(job, engine.digest_sources(job.plan, progress)).source.files == there.source.files:
+        found_there = _with_source_digests(job, engine.digest_sources(job.plan, progress)).source
+        if found_there.same_weights(there.source):
             return there
     why = ", ".join(different) if different else "the source's bytes"
     raise OutputError(f"{job.folder}: holds another conversion (differs in {why}); add --overwrite to replace it")
@@ -238,17 +230,11 @@ def _with_source_digests(job: Job, digests: Mapping[str, str]) -> Manifest:
 
 
 def _execute(
-    job: Job,
-    overwrite: bool,
-    cold: Sequence[Path],
-    new_progress: NewProgress,
-    tell: Callable[[str], None],
-    scarce: Snapshot | None,
+    job: Job, writer: Writer, overwrite: bool, new_progress: NewProgress, tell: Callable[[str], None]
 ) -> Manifest:
-    """Write one set; with `scarce`, weight files come from that snapshot's repo one at a time."""
     layout, total = job.plan.layout, job.plan.read_nbytes
     files = {file.name: file.nbytes for file in layout.files}
-    key = conversion_key(job.manifest, [] if scarce else [file.path for file in job.checkpoint.files])
+    key = conversion_key(job.manifest, writer.local_files(job))
     with PartialFolder(job.folder) as partial:
         done = finished(partial.path, key, files)
         there = sum(job.plan.sources[name].extent.nbytes for name in done)
@@ -258,10 +244,7 @@ def _execute(
         progress(there)
         outputs = partial.create(files, keep=bool(done))
         with Journal(partial.path, key, outputs) as journal:
-            if scarce:
-                digests = lowdisk.run(job, scarce, outputs, progress, done, journal)
-            else:
-                digests = engine.run(job.plan, outputs, progress, cold, done, journal.add)
+            digests = writer.write(job, outputs, progress, done, journal)
         _check_tied(job, digests)
         manifest = _with_source_digests(job, {name: each.source for name, each in digests.items()})
         check_siblings(job, manifest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import OutputError
@@ -33,8 +33,5 @@ def check_siblings(job: Job, manifest: Manifest) -> None:
     for degree, folder in sets_in(job.out).items():
         if degree == manifest.tp_degree:
             continue
-        there = Manifest.read(folder).source.files
-        known = [replace(record, digest="") if not mine.digest else record for record, mine in
-                 zip(there, manifest.source.files, strict=False)]  # fmt: skip
-        if len(there) != len(manifest.source.files) or tuple(known) != manifest.source.files:
+        if not Manifest.read(folder).source.same_weights(manifest.source):
             raise OutputError(f"{folder}: was converted from other weights than these; name another OUT")

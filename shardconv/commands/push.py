@@ -227,7 +227,7 @@ def _strangers(
         if degree not in ours
     }
     for degree, there in others.items():
-        if config_changed or there.source.files != sets[0].manifest.source.files:
+        if config_changed or not there.source.same_weights(sets[0].manifest.source):
             issues.append(
                 f"{repo.name}: {degrees_in(remote, component)[degree]} is of other weights or another config than what "
                 f"is pushed; push to another repo, or convert and push degree {degree} along"

@@ -128,7 +128,7 @@ def _prepare(folder: Path, component: str, out: Path, tp: int, self_contained: b
     issues += [
         f"{sibling}: was converted from other weights than {folder}; name another OUT"
         for degree, sibling in sets_in(out).items()
-        if degree != tp and Manifest.read(sibling).source.files != source.source.files
+        if degree != tp and not Manifest.read(sibling).source.same_weights(source.source)
     ]
     if issues:
         raise OutputError(*issues)
@@ -193,7 +193,7 @@ def _existing(job: _Job) -> Manifest | None:
     there = Manifest.read(job.folder)
     wanted, found = job.target.settings(), there.settings()
     different = [key for key in wanted if wanted[key] != found[key]]
-    if not different and there.source.files == job.target.source.files:
+    if not different and there.source.same_weights(job.target.source):
         open_files(job.folder, there, range(there.tp_degree))
         return there
     why = ", ".join(different) if different else "the source's bytes"

@@ -81,7 +81,7 @@ def verify_all(
 
 def _beside(checked: Verified, first: Verified) -> Verified:
     """With an issue when two sets of one component are of different weights."""
-    if not checked.manifest or not first.manifest or checked.manifest.source.files == first.manifest.source.files:
+    if not checked.manifest or not first.manifest or checked.manifest.source.same_weights(first.manifest.source):
         return checked
     issue = f"{checked.path}: was converted from other weights than {first.path}; convert one of them again, elsewhere"
     return replace(checked, issues=(*checked.issues, issue))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,20 @@ class Source:
     subfolder: str | None
     variant: str | None
     files: tuple[SourceFileRecord, ...]
+
+    @property
+    def place(self) -> tuple[str | None, ...]:
+        """Repo, commit, subfolder and variant."""
+        return self.repo, self.revision, self.subfolder, self.variant
+
+    def same_weights(self, other: Source) -> bool:
+        """Whether both speak of the same files, wherever they were: names, lengths, headers and, where both sides know
+        them already, digests of every byte."""
+        return len(self.files) == len(other.files) and all(
+            replace(mine, digest="") == replace(theirs, digest="")
+            and (mine.digest == theirs.digest or not mine.digest or not theirs.digest)
+            for mine, theirs in zip(self.files, other.files, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)

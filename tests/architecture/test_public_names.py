@@ -1,4 +1,4 @@
-"""What people have in their scripts: names, verbs, flags, exit codes, as recorded; nothing that stands in the list may go."""
+"""What people have in their scripts: names, verbs, flags, exit codes, as recorded; nothing that stands there may go."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from stand_in_hub import Repo, Request, StandInHub
 
 from shardconv import HubError, OutputError, UsageError, convert
 from shardconv.cli.main import main
-from shardconv.commands import low_disk as lowdisk
+from shardconv.commands import writer
 from shardconv.remote import hub as hub_module
 
 REPO = "org/tiny"
@@ -80,7 +80,7 @@ def test_the_disk_holds_the_output_and_one_file(
 ) -> None:
     """Looked at before and after each file is converted: what is written, one weight file, and little more."""
     seen: list[int] = []
-    run = lowdisk.engine.run
+    run = writer.engine.run
 
     def watched(*args: Any, **options: Any) -> Any:
         seen.append(disk(tmp_path))
@@ -88,7 +88,7 @@ def test_the_disk_holds_the_output_and_one_file(
         seen.append(disk(tmp_path))
         return result
 
-    monkeypatch.setattr(lowdisk.engine, "run", watched)
+    monkeypatch.setattr(writer.engine, "run", watched)
     convert(REPO, tmp_path / "out", **PART, low_disk=True)
     assert len(seen) == 6
     largest = max(path.stat().st_size for path in pipe.glob("transformer/*.safetensors"))
@@ -103,7 +103,7 @@ def test_ctrl_c_leaves_nothing_or_says_what_stands(
     names the set. Either way the same command makes the whole afterwards."""
     out = tmp_path / "out"
     argv = ["convert", "--tp", "2", "--low-disk", "--quiet", REPO, str(out)]
-    place = lowdisk.engine if step == "run" else hub_module.Repo
+    place = writer.engine if step == "run" else hub_module.Repo
     real = getattr(place, step)
 
     def stopped_at(number: int) -> str:

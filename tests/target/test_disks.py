@@ -28,7 +28,7 @@ import shardconv
 from shardconv import CheckpointError, OutputError, SetError
 from shardconv.cli.main import main
 from shardconv.commands import convert as conversion
-from shardconv.commands import low_disk as lowdisk
+from shardconv.commands import rest
 from shardconv.format.header import FileHeader
 from shardconv.format.sets import sets_in
 from shardconv.system.linux import sync_folder
@@ -179,7 +179,7 @@ def test_downloads_of_two_runs_do_not_meet(tmp_path: Path) -> None:
     killed = tmp_path / ".shardconv.source-gone"
     killed.mkdir()
     (killed / "half").write_bytes(b"1")
-    with lowdisk._own_staging(tmp_path) as one, lowdisk._own_staging(tmp_path) as other:
+    with rest._own_staging(tmp_path) as one, rest._own_staging(tmp_path) as other:
         assert one != other
         assert not killed.exists()
         (one / "file").write_bytes(b"1")
