@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardconv.errors import LoadError, ShardconvWarning
 
-from .group.agreement import together
+from .group.agreement import exchange
 from .group.ranks import Ranks, ranks_of
 from .layers.refusals import check_model
 
@@ -76,7 +76,7 @@ def _compare(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], ranks:
             walk.look(key, value)
         return "\n".join(f"{digest} {key}" for key, digest in walk.digests.items())
 
-    told = [set(each.splitlines()) for each in together(ranks, tell, "the first call of a model")]
+    told = [set(each.splitlines()) for each in exchange(ranks, tell, "the first call of a model")]
     differing = told[0].union(*told) - told[0].intersection(*told)
     names = sorted({line.split(" ", 1)[1] for line in differing})
     if names:

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from .files import fetch as remote
 from .files.locate import find_set
 from .files.readahead import read_ahead
 from .files.validate import OpenSet, check_model, checking, open_set
-from .group.agreement import heed, one_call, together
+from .group.agreement import agree, exchange, heed, one_call
 from .group.ranks import TIMEOUT_S, Ranks, place_of, ranks_of
 from .inputs import compare_next_call
 from .layers.attach import attach
@@ -62,26 +63,21 @@ def load_model(
     Args:
         path: what `shardconv convert` wrote: a component folder, an output folder with `subfolder`, or one set (`tp4`);
             or a Hub repo `org/name`, of which each rank fetches its own file and one rank of a node the shared ones.
-            Its tp degree is the group's or a multiple of it (the smallest there is), whose slices are then joined.
+            Its tp degree is the group's or a multiple of it, whose slices are then joined.
         subfolder: the component inside `path`.
         device: where to; None is this rank's accelerator (LOCAL_RANK), else the CPU.
         dtype: cast real floating point to it, the class's `_keep_in_fp32_modules` excepted; None keeps what is stored.
         group: a process group or a one-dimensional device mesh whose ranks share the model; None for all processes.
             One process that loads alone needs none, whatever the degree, and gets an ordinary model.
         verify: also hash every byte against the manifest before it is used.
-        transfer: "mmap" maps the files: on the CPU parameters are views into the mapping and pages come in when used,
-            an accelerator is copied to from it. "read" reads each file once, front to back: on the CPU into plain
-            memory, to an accelerator through a few pinned buffers. None is "mmap" on the CPU, else "read".
+        transfer: "mmap" maps the files, which must stay as they are while the model lives (a shortened one ends the
+            process with SIGBUS; replacing by rename is safe). "read" reads each once, front to back, after which it
+            does not matter: choose it for network disks. None is "mmap" on the CPU, else "read".
         timeout: seconds that a rank which is done waits for the slowest before all raise, naming those that have not
-            answered; 10 minutes unless told otherwise. Downloads may take longer.
+            answered. Downloads may take longer.
         check_inputs: have the first call compare its inputs across ranks, as `loader.check_inputs` does, at no cost
             later. Ranks with different noise would finish with a wrong image and no error.
         revision, token, cache_dir, local_files_only, force_download: of a Hub repo, as in diffusers' `from_pretrained`.
-
-    A mapped file must stay as it is while the model lives. When another program shortens it, or the network disk under
-    it goes away, touching a parameter ends the process (SIGBUS, no exception); when it is rewritten in place, weights
-    change. Replacing files by rename, as `shardconv convert --overwrite` does, is safe. After `transfer="read"` the
-    files do not matter any more, and a file shortened meanwhile is an ordinary error: choose it for network disks.
 
     Returns:
         The diffusers model, an instance of its own class in eval mode, for inference (no gradients).
@@ -90,34 +86,44 @@ def load_model(
         LoadError: on every rank, with the reasons of the ranks that could not load.
         SetError, CheckpointError, UsageError, HubError: the same when one process runs alone.
     """
-    ranks = ranks_of(group, timeout)
+    ranks, wishes = ranks_of(group, timeout), _Wishes(device, dtype, verify, transfer)
     with one_call(ranks, "load_model"):
         place, inside = path, subfolder
         if remote.is_repo(path, ranks):
             asking = remote.Asking(revision, token, cache_dir, local_files_only, force_download)
             place, inside = remote.fetch_set(os.fspath(path), subfolder, ranks, asking), None
-        model: nn.Module | None = None
-        given_up = threading.Event()
-
-        def load() -> str:
-            nonlocal model
-            _check_dtype(dtype)
-            if transfer not in (None, *TRANSFERS):
-                raise UsageError(f"transfer: expected {' or '.join(map(repr, TRANSFERS))}, found {transfer!r}")
-            model, conversion_id = _load_rank(
-                place, inside, place_of(device), dtype, ranks, verify, transfer, given_up.is_set
-            )
-            return f"{conversion_id} as {dtype or 'stored'}"
-
-        try:
-            _check_same(together(ranks, load))
-        except BaseException:
-            given_up.set()
-            raise
-    assert model is not None
+        model = _load_alike(place, inside, wishes, ranks)
     if check_inputs:
         compare_next_call(model, ranks)
     model.register_to_config(_name_or_path=os.fspath(path))  # type: ignore[operator]
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class _Wishes:
+    """How to load, as in `load_model`."""
+
+    device: torch.device | str | int | None
+    dtype: torch.dtype | None
+    verify: bool
+    transfer: str | None
+
+
+def _load_alike(path: str | os.PathLike[str], subfolder: str | None, wishes: _Wishes, ranks: Ranks) -> nn.Module:
+    """This rank's model, once all ranks have theirs, of the same conversion and dtype."""
+    given_up = threading.Event()
+
+    def load() -> tuple[nn.Module, str]:
+        _check(wishes)
+        model, conversion_id = _load_rank(path, subfolder, place_of(wishes.device), wishes, ranks, given_up.is_set)
+        return model, f"{conversion_id} as {wishes.dtype or 'stored'}"
+
+    try:
+        model, about = agree(ranks, load)
+        _check_same(exchange(ranks, lambda: about))
+    except BaseException:
+        given_up.set()
+        raise
     return model
 
 
@@ -129,30 +135,32 @@ def _check_same(loaded: Collection[object]) -> None:
         )
 
 
-def _check_dtype(dtype: object) -> None:
+def _check(wishes: _Wishes) -> None:
+    dtype, transfer = wishes.dtype, wishes.transfer
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UsageError(
             f"dtype: expected a floating point torch.dtype, found {dtype}; leave it out to keep what is stored"
         )
+    if transfer not in (None, *TRANSFERS):
+        raise UsageError(f"transfer: expected {' or '.join(map(repr, TRANSFERS))}, found {transfer!r}")
 
 
 def _load_rank(
     path: str | os.PathLike[str],
     subfolder: str | None,
     device: torch.device,
-    dtype: torch.dtype | None,
+    wishes: _Wishes,
     ranks: Ranks,
-    verify: bool,
-    transfer: str | None = None,
     given_up: Callable[[], bool] = lambda: False,
 ) -> tuple[nn.Module, str]:
     """This rank's model and the id of its conversion; no other rank is waited for. Pages of a mapped file may come in
     after that, until `given_up()`."""
+    dtype = wishes.dtype
     opened = open_set(find_set(path, subfolder, ranks.size), ranks.rank, ranks.size)
     manifest, wanted = opened.manifest, partial(heed, ranks)
     with (
-        _reading(opened, device, transfer, wanted, given_up) as (stored, loaded),
-        checking(opened, stored, wanted) if verify else nullcontext(lambda: None) as check,
+        _reading(opened, device, wishes.transfer, wanted, given_up) as (stored, loaded),
+        checking(opened, stored, wanted) if wishes.verify else nullcontext(lambda: None) as check,
     ):
         cls = models.model_class(manifest.model_class, opened.config)
         model = models.skeleton(cls, opened.config, _building_dtype(manifest, dtype))

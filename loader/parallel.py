@@ -19,7 +19,7 @@ from shardconv.plans.choice import class_plan, other_plan
 from shardconv.plans.match import PlannedModule
 from shardconv.plans.resolve import Resolution, resolve
 
-from .group.agreement import one_call, together
+from .group.agreement import agree, exchange, one_call
 from .group.ranks import Ranks, ranks_of
 from .inputs import compare_next_call
 from .layers.attention import make_counts_local, slice_ropes, sum_outputs
@@ -57,8 +57,8 @@ def parallelize(
     """
     ranks = ranks_of(group)
     with one_call(ranks, "parallelize"):
-        resolution = together(ranks, lambda: _resolve(model, tp, plan, ranks, lean))[ranks.rank]
-        if len(set(together(ranks, lambda: _fingerprint(model, resolution)))) > 1:
+        resolution = agree(ranks, lambda: _resolve(model, tp, plan, ranks, lean))
+        if len(set(exchange(ranks, lambda: _fingerprint(model, resolution)))) > 1:
             raise LoadError(
                 f"{type(model).__name__}: the ranks hold different weights, configs or plans, so that their slices "
                 "would not fit together; load the same checkpoint on every rank, or seed them alike, and give every "
@@ -70,7 +70,7 @@ def parallelize(
                 _slice_parameters(model, resolution.cuts, ranks)
                 apply(model, resolution, ranks)
 
-        together(ranks, change)
+        agree(ranks, change)
     if check_inputs:
         compare_next_call(model, ranks)
     for text in resolution.warnings:

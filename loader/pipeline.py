@@ -21,7 +21,7 @@ from shardconv.libraries.diffusers import DIFFUSERS
 from shardconv.system.crew import stoppable
 
 from .files import fetch as remote
-from .group.agreement import heed, one_call, together
+from .group.agreement import agree, exchange, heed, one_call
 from .group.ranks import TIMEOUT_S, Ranks, place_of, ranks_of
 from .layers.refusals import refuse_on_pipeline
 from .load import load_model
@@ -64,11 +64,11 @@ def load_pipeline(
             raise UsageError(f"{name}: not an option here; use {instead}")
     ranks = ranks_of(group, timeout)
     with one_call(ranks, "load_pipeline"):
-        place = together(ranks, lambda: place_of(device))[ranks.rank]
+        place = agree(ranks, lambda: place_of(device))
         if remote.is_repo(path, ranks):
             asking = remote.Asking(revision, token, cache_dir, local_files_only, force_download)
             path = remote.fetch_pipeline(os.fspath(path), components, components.get("variant"), ranks, asking)
-        sharded = _agreed(together(ranks, lambda: " ".join(_sharded_components(Path(path), components))))
+        sharded = _agreed(exchange(ranks, lambda: " ".join(_sharded_components(Path(path), components))))
         for name in sharded:
             components[name] = load_model(
                 path,
@@ -86,7 +86,7 @@ def load_pipeline(
         if dtype is not None:
             components["torch_dtype"] = dtype
         assemble = partial(_assemble, path, components, place, ranks)
-        return together(ranks, lambda: stoppable(assemble, partial(heed, ranks), "loader-assemble"))[ranks.rank]
+        return agree(ranks, lambda: stoppable(assemble, partial(heed, ranks), "loader-assemble"))
 
 
 def _agreed(told: Sequence[str]) -> list[str]:

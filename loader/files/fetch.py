@@ -27,7 +27,7 @@ from shardconv.remote.store import Listing, RemoteFile, degrees_in
 from shardconv.remote.tokens import usable_token
 from shardconv.system.crew import stoppable
 
-from ..group.agreement import heed, together
+from ..group.agreement import agree, exchange, heed
 from ..group.ranks import Ranks
 
 FETCH_S = 12 * 3600  # that a rank waits for others to download; one whose process ends is noticed before
@@ -66,7 +66,7 @@ def is_repo(path: str | os.PathLike[str], ranks: Ranks) -> bool:
         name = os.fspath(path)
         return f"folder {name}" if Path(name).exists() else f"repo {name}" if is_repo_name(name) else f"nothing {name}"
 
-    places = [told.split(" ", 1) for told in together(ranks, look)]
+    places = [told.split(" ", 1) for told in exchange(ranks, look)]
     if "repo" not in {kind for kind, _ in places}:
         return False
     if len({kind for kind, _ in places}) > 1:
@@ -90,9 +90,9 @@ def needed_files(degree: int, rank: int, size: int) -> list[str]:
 
 def fetch_set(name: str, subfolder: str | None, ranks: Ranks, asking: Asking) -> Path:
     """The folder of the set for this group, with this rank's files in it. Every rank must call it."""
-    repo, component = together(ranks, lambda: asking.repo(name))[ranks.rank], subfolder or ""
+    repo, component = agree(ranks, lambda: asking.repo(name)), subfolder or ""
     listing, leads = _begin(repo, [_inside(component, CONFIG_NAME)], ranks, asking)
-    own, shared = together(ranks, lambda: _set_files(repo, listing, component, ranks))[ranks.rank]
+    own, shared = agree(ranks, lambda: _set_files(repo, listing, component, ranks))
     folder = _fetch(repo, listing, own, lambda: shared, leads, ranks, asking)
     return folder / Path(own[0]).parent
 
@@ -100,7 +100,7 @@ def fetch_set(name: str, subfolder: str | None, ranks: Ranks, asking: Asking) ->
 def fetch_pipeline(name: str, given: Collection[str], variant: str | None, ranks: Ranks, asking: Asking) -> Path:
     """The folder of a pipeline with this rank's files in it, of all components but those `given`. Every rank must call
     it."""
-    repo = together(ranks, lambda: asking.repo(name))[ranks.rank]
+    repo = agree(ranks, lambda: asking.repo(name))
     listing, leads = _begin(repo, [MODEL_INDEX], ranks, asking)
 
     def choose() -> tuple[list[str], list[tuple[list[str], list[str]]]]:
@@ -115,7 +115,7 @@ def fetch_pipeline(name: str, given: Collection[str], variant: str | None, ranks
             raise SetError(f"{name}: no component holds a converted set; run: shardconv convert --tp N {name} OUT")
         return whole, [_set_files(repo, listing, each, ranks) for each in wanted if each not in whole]
 
-    whole, sets = together(ranks, choose)[ranks.rank]
+    whole, sets = agree(ranks, choose)
 
     def shared() -> list[str]:
         rest = component_files(repo, listing, whole, variant)
@@ -135,7 +135,7 @@ def _begin(repo: Repo, first: list[str], ranks: Ranks, asking: Asking) -> tuple[
         files = [[file.name, file.nbytes, file.digest] for file in found.files.values()] if found else []
         return json.dumps([place, found.commit if found else "", files])
 
-    heard: list[Any] = [json.loads(told) for told in together(ranks, ask)]
+    heard: list[Any] = [json.loads(told) for told in exchange(ranks, ask)]
     _, commit, files = heard[0]
     places = [each[0] for each in heard]
     return Listing(commit, {file[0]: RemoteFile(*file) for file in files}, ""), places.index(place) == ranks.rank
@@ -170,9 +170,8 @@ def _fetch(
         if names:
             repo.fetch(listing, names, force=asking.force_download, heed=wanted)
 
-    together(patient, fetch)
-    folder: Path = together(patient, lambda: repo.fetch(listing, [*own, *shared()], heed=wanted))[ranks.rank]
-    return folder
+    agree(patient, fetch)
+    return agree(patient, lambda: repo.fetch(listing, [*own, *shared()], heed=wanted))
 
 
 def _set_files(repo: Repo, listing: Listing, component: str, ranks: Ranks) -> tuple[list[str], list[str]]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
@@ -34,7 +34,8 @@ _COUNTER = "shardconv/calls of rank"
 
 @contextmanager
 def one_call(ranks: Ranks, what: str) -> Iterator[None]:
-    """`what`, a call of this package on a group, in which `together` is used any number of times, alike on all ranks.
+    """`what`, a call of this package on a group, in which `agree` and `exchange` are used any number of times, alike on
+    all ranks.
 
     Ranks count their calls, so a group is in one at a time: raises `LoadError` when another thread of this process is
     in one, and has the ranks that make this one raise it too. A call within one of the same thread is a part of it.
@@ -68,8 +69,8 @@ def _refused(ranks: Ranks, call: _Call, other: _Call) -> LoadError:
     return error
 
 
-def together(ranks: Ranks, step: Callable[[], T], what: str = "a call") -> list[Any]:
-    """Run `step` here and on every other rank; what it gave, by rank: strings of all, other values of this one only.
+def agree(ranks: Ranks, step: Callable[[], T], what: str = "a call") -> T:
+    """Run `step` here and on every other rank, and wait until all are done with it; what it gave here.
 
     When it fails on any rank every rank raises: alone its own error, in a group a `LoadError` that names the ranks and
     their reasons, the same on all. So it does when a rank's process has ended, when ranks are in different calls, or
@@ -77,13 +78,22 @@ def together(ranks: Ranks, step: Callable[[], T], what: str = "a call") -> list[
     to the others as well. Outside of `one_call` it is one, of the name `what`.
     """
     if ranks.group is None:
+        return step()
+    with one_call(ranks, what):
+        return _meet(ranks, step, lambda result: None)[0]
+
+
+def exchange(ranks: Ranks, step: Callable[[], str], what: str = "a call") -> list[str]:
+    """As `agree`; what `step` gave on every rank, by rank."""
+    if ranks.group is None:
         return [step()]
     with one_call(ranks, what):
-        return _together(ranks, step)
+        return [str(each) for each in _meet(ranks, step, lambda result: result)[1]]
 
 
-def _together(ranks: Ranks, step: Callable[[], T]) -> list[Any]:
-    exchange = _Exchange.begin(ranks)
+def _meet(ranks: Ranks, step: Callable[[], T], tell: Callable[[T], str | None]) -> tuple[T, list[str | None]]:
+    """The result of this rank, and what every rank tells of its own."""
+    meeting = _Exchange.begin(ranks)
     result, error = None, None
     try:
         result = step()
@@ -93,33 +103,33 @@ def _together(ranks: Ranks, step: Callable[[], T]) -> list[Any]:
         try:
             if error is not None and not isinstance(error, Exception):
                 raise error
-            exchange.answer(result if isinstance(result, str) else None, _reasons(error))
-            told, issues = exchange.verdict()
+            meeting.answer(None if result is None else tell(result), _reasons(error))
+            told, issues = meeting.verdict()
         except Exception:
             raise
         except BaseException as raised:  # also one that comes while this rank waits for the others
             with suppress(dist.DistError):
-                exchange.give_up(_reasons(raised))
+                meeting.give_up(_reasons(raised))
             raise
     if issues:
         # A fault we know needs no second traceback; one we do not know does.
         raise LoadError(*issues) from (None if isinstance(error, (ShardconvError, _Abandoned)) else error)
-    return [*told[: ranks.rank], result, *told[ranks.rank + 1 :]]
+    return cast(T, result), told
 
 
 def heed(ranks: Ranks) -> None:
-    """Inside a step of `together`: end it here when another rank has failed already, or its process has ended, as what
-    follows is for nothing. To be called often."""
+    """Inside a step of `agree` or `exchange`: end it here when another rank has failed already, or its process has
+    ended, as what follows is for nothing. To be called often."""
     call = _own_call(ranks) if ranks.group is not None else None
     if call is None:
         return
     with _answering_store():
-        exchange = _Exchange(ranks, call)
-        if call.store.check([exchange.key("failed")]):
+        meeting = _Exchange(ranks, call)
+        if call.store.check([meeting.key("failed")]):
             raise _Abandoned
         if time.monotonic() > call.look_at:
             call.look_at = time.monotonic() + LOOK_S
-            if any(exchange.trouble()):
+            if any(meeting.trouble()):
                 raise _Abandoned
 
 
