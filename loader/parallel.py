@@ -13,9 +13,8 @@ from torch import nn
 
 from shardconv.errors import LoadError, PlanError, ShardconvWarning, UsageError
 from shardconv.format.cut import Cut
-from shardconv.format.plan import Plan, Style, parse_plan, read_plan_file
-from shardconv.plans.auto_rows import AUTO_ROWS, auto_rows
-from shardconv.plans.choice import class_plan, other_plan
+from shardconv.format.plan import PlanChoice, Style
+from shardconv.plans.choice import other_plan, plan_of
 from shardconv.plans.match import PlannedModule
 from shardconv.plans.resolve import Resolution, resolve
 
@@ -23,8 +22,8 @@ from .group.agreement import agree, exchange, one_call
 from .group.ranks import Ranks, ranks_of
 from .inputs import compare_next_call
 from .layers.attention import make_counts_local, slice_ropes, sum_outputs
-from .layers.linear import make_local, make_local_conv
 from .layers.refusals import check_model, check_plain, mark_sharded
+from .layers.registry import makers
 
 _SAMPLE_NBYTES = 4096  # bytes at either end of a parameter by which ranks compare their models
 
@@ -57,7 +56,7 @@ def parallelize(
     """
     ranks = ranks_of(group)
     with one_call(ranks, "parallelize"):
-        resolution = agree(ranks, lambda: _resolve(model, tp, plan, ranks, lean))
+        resolution = agree(ranks, lambda: _resolve(model, tp, PlanChoice.of(plan, lean), ranks))
         if len(set(exchange(ranks, lambda: _fingerprint(model, resolution)))) > 1:
             raise LoadError(
                 f"{type(model).__name__}: the ranks hold different weights, configs or plans, so that their slices "
@@ -78,25 +77,14 @@ def parallelize(
     return model.eval().requires_grad_(False)
 
 
-def _resolve(
-    model: nn.Module, tp: int | None, plan: Mapping[str, Any] | str | os.PathLike[str] | None, ranks: Ranks, lean: bool
-) -> Resolution:
+def _resolve(model: nn.Module, tp: int | None, choice: PlanChoice, ranks: Ranks) -> Resolution:
     if tp is not None and tp != ranks.size:
         raise UsageError(f"tp: expected the size of the group, {ranks.size}, found {tp}; leave tp out")
     check_model(model)
     check_plain(model)
-    if lean and plan is not None:
-        raise UsageError("lean: adds to the class's own plan, and plan replaces it; give one of them")
-    given = class_plan(model, ranks.size if lean else None) if plan is None else _plan_of(plan, model, ranks)
-    resolution = resolve(model, given, ranks.size, other_plan(model))
+    resolution = resolve(model, plan_of(model, choice, ranks.size), ranks.size, other_plan(model))
     check_layers(model, resolution.modules)
     return resolution
-
-
-def _plan_of(plan: Mapping[str, Any] | str | os.PathLike[str], model: nn.Module, ranks: Ranks) -> Plan:
-    if plan == AUTO_ROWS:
-        return auto_rows(model, ranks.size)
-    return parse_plan(plan, "plan") if isinstance(plan, Mapping) else read_plan_file(plan)
 
 
 def _fingerprint(model: nn.Module, resolution: Resolution) -> str:
@@ -148,16 +136,13 @@ def check_layers(model: nn.Module, modules: Sequence[PlannedModule]) -> None:
             raise PlanError(
                 f"{planned.name}: its forward was replaced by another; shard the model first, then replace it"
             )
-        if planned.style is Style.NORM_ACROSS_HEADS:
-            from .layers.norms import KINDS  # late, as it imports diffusers: that takes seconds in which files are read
-
-            if kind not in KINDS:
-                known = ", ".join(f"{each.__module__}.{each.__name__}" for each in KINDS)
-                raise PlanError(f"{planned.name}: expected one of {known}, found {kind.__name__}")
-        elif kind not in (nn.Linear, nn.Conv2d):
-            raise PlanError(
-                f"{planned.name}: expected a plain nn.Linear, found {kind.__name__}; its forward is not known"
-            )
+        known = makers(planned.style)
+        if kind not in known:
+            expected = ", ".join(f"{each.__module__}.{each.__name__}" for each in known)
+            if nn.Linear in known:
+                expected = "a plain nn.Linear"
+            why = "" if planned.style is Style.NORM_ACROSS_HEADS else "; its forward is not known"
+            raise PlanError(f"{planned.name}: expected {expected}, found {kind.__name__}{why}")
 
 
 def _runs_as_its_class(module: nn.Module) -> bool:
@@ -175,13 +160,5 @@ def apply(model: nn.Module, resolution: Resolution, ranks: Ranks) -> None:
     for planned in resolution.modules:
         layer = model.get_submodule(planned.name)
         layer.__dict__.pop("forward", None)  # would hide that of the runtime module
-        if planned.style is Style.NORM_ACROSS_HEADS:
-            from .layers.norms import make_local_norm
-
-            make_local_norm(layer, sum(planned.cut.block_sizes), ranks.group_name)
-        elif isinstance(layer, nn.Conv2d):
-            make_local_conv(layer, planned.style, ranks.rank, ranks.size, ranks.group_name)
-        else:
-            assert isinstance(layer, nn.Linear)
-            make_local(layer, planned.style, ranks.rank, ranks.size, ranks.group_name)
+        makers(planned.style)[type(layer)](layer, planned, ranks)
     mark_sharded(model, ranks)

@@ -6,11 +6,17 @@ all-reduce has no gradient.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from shardconv.format.plan import Style
+from shardconv.plans.match import PlannedModule
+
+from ..group.ranks import Ranks
 
 
 def sum_over_ranks(partial: torch.Tensor, group_name: str) -> torch.Tensor:
@@ -74,32 +80,52 @@ class RowwiseConv2d(nn.Conv2d):
         return sum_over_ranks(partial, self.group_name)
 
 
-def make_local_conv(conv: nn.Conv2d, style: Style, rank: int, tp: int, group_name: str) -> None:
-    """As `make_local`, for a convolution."""
-    if style.is_colwise:
-        conv.__class__ = ColwiseConv2d
-        conv.out_channels //= tp
-        if conv.groups > 1:
-            conv.groups //= tp
-            conv.in_channels //= tp
-        return
-    conv.__class__ = RowwiseConv2d
-    conv.in_channels //= tp
-    conv.__dict__.update(group_name=group_name, adds_bias=rank == 0)
+# Each turns a layer, whose parameters are already this rank's, into the runtime one. The class is changed in place, so
+# that hooks, attributes and a module shared by two parents keep working.
 
 
-def make_local(linear: nn.Linear, style: Style, rank: int, tp: int, group_name: str) -> None:
-    """Turn `linear` into the runtime module of `style`, whose parameters are already this rank's.
+def colwise_linear(layer: nn.Linear, planned: PlannedModule, ranks: Ranks) -> None:
+    """Its output is local."""
+    layer.__class__ = ColwiseLinear
+    layer.out_features //= ranks.size
 
-    The class is changed in place, so that hooks, attributes and a module shared by two parents keep working.
-    """
-    if style.is_colwise:
-        linear.__class__ = ColwiseLinear
-        linear.out_features //= tp
-        return
-    linear.in_features //= tp
-    linear.__class__ = RowwiseSplitInputLinear if style is Style.ROWWISE_SPLIT_INPUT else RowwiseLinear
-    linear.__dict__.update(group_name=group_name, adds_bias=rank == 0)
-    if isinstance(linear, RowwiseSplitInputLinear):
-        linear.first = rank * linear.in_features
-        linear.whole_features = tp * linear.in_features
+
+def rowwise_linear(layer: nn.Linear, planned: PlannedModule, ranks: Ranks) -> None:
+    """Its input is local, its output summed."""
+    layer.__class__ = RowwiseLinear
+    layer.in_features //= ranks.size
+    layer.__dict__.update(group_name=ranks.group_name, adds_bias=ranks.rank == 0)
+
+
+def split_input_linear(layer: nn.Linear, planned: PlannedModule, ranks: Ranks) -> None:
+    """Its input is whole, its output summed."""
+    rowwise_linear(layer, planned, ranks)
+    layer.__class__ = RowwiseSplitInputLinear
+    layer.__dict__.update(first=ranks.rank * layer.in_features, whole_features=ranks.size * layer.in_features)
+
+
+def colwise_conv(layer: nn.Conv2d, planned: PlannedModule, ranks: Ranks) -> None:
+    """Its output channels are local; those of a depthwise one, its input channels too."""
+    layer.__class__ = ColwiseConv2d
+    layer.out_channels //= ranks.size
+    if layer.groups > 1:
+        layer.groups //= ranks.size
+        layer.in_channels //= ranks.size
+
+
+def rowwise_conv(layer: nn.Conv2d, planned: PlannedModule, ranks: Ranks) -> None:
+    """Its input channels are local, its output summed."""
+    layer.__class__ = RowwiseConv2d
+    layer.in_channels //= ranks.size
+    layer.__dict__.update(group_name=ranks.group_name, adds_bias=ranks.rank == 0)
+
+
+_COLWISE = {nn.Linear: colwise_linear, nn.Conv2d: colwise_conv}
+_ROWWISE = {nn.Linear: rowwise_linear, nn.Conv2d: rowwise_conv}
+MAKERS: Mapping[Style, Mapping[type, Any]] = {
+    Style.COLWISE: _COLWISE,
+    Style.PACKED_COLWISE: _COLWISE,
+    Style.ROWWISE: _ROWWISE,
+    Style.PACKED_ROWWISE: _ROWWISE,
+    Style.ROWWISE_SPLIT_INPUT: {nn.Linear: split_input_linear},
+}

@@ -6,11 +6,17 @@ heads would run and be quietly wrong. Each class here follows the dtype rules of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 
+from shardconv.format.plan import Style
 from shardconv.libraries.diffusers import DIFFUSERS
+from shardconv.plans.match import PlannedModule
 
+from ..group.ranks import Ranks
 from .linear import sum_over_ranks
 
 with DIFFUSERS:
@@ -90,7 +96,10 @@ KINDS: dict[type, type] = {
 }
 
 
-def make_local_norm(norm: nn.Module, features: int, group_name: str) -> None:
-    """Turn `norm` over `features` into the one that shares its statistics; its parameters are already this rank's."""
+def across_ranks(norm: nn.Module, planned: PlannedModule, ranks: Ranks) -> None:
+    """Turn a norm, whose parameters are already this rank's, into the one that shares its statistics."""
     norm.__class__ = KINDS[type(norm)]
-    norm.__dict__.update(group_name=group_name, whole_features=features)
+    norm.__dict__.update(group_name=ranks.group_name, whole_features=sum(planned.cut.block_sizes))
+
+
+MAKERS: Mapping[Style, Mapping[type, Any]] = {Style.NORM_ACROSS_HEADS: dict.fromkeys(KINDS, across_ranks)}

@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterator
 
 from ..errors import PlanError, printable
-from ..format.plan import read_plan_file
-from ..plans.auto_rows import AUTO_ROWS
+from ..format.plan import PlanChoice
 from ..trial.check import TOLERANCE, Verdict, check
 from .output import report, report_json
 
@@ -35,11 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Check, report; a plan that is wrong is an error."""
-    verdict = check(
-        args.subject,
-        args.tp,
-        AUTO_ROWS if args.plan == AUTO_ROWS else read_plan_file(args.plan) if args.plan else None,
-    )
+    verdict = check(args.subject, args.tp, PlanChoice.of(args.plan))
     try:
         if args.json:
             report_json(_as_json(verdict))

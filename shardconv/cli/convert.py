@@ -6,9 +6,8 @@ import argparse
 
 from ..commands.convert import convert_all
 from ..commands.prepare import DTYPES, Options
-from ..format.plan import read_plan_file
+from ..format.plan import PlanChoice
 from ..format.summary import human
-from ..plans.auto_rows import AUTO_ROWS
 from .output import DONE, report, report_json, talk
 from .progress import progress_bars
 from .report import as_json, as_text
@@ -58,8 +57,7 @@ def run(args: argparse.Namespace) -> None:
         tp=args.tp,
         variant=args.variant,
         dtype=args.dtype,
-        plan=AUTO_ROWS if args.plan == AUTO_ROWS else read_plan_file(args.plan) if args.plan else None,
-        lean=args.lean,
+        plan=PlanChoice.of(args.plan, args.lean, "--"),
         self_contained=args.self_contained,
         overwrite=args.overwrite,
         dry_run=args.dry_run,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import xxhash
 
@@ -18,9 +18,8 @@ from ..engine.slices import write_headers
 from ..errors import CheckpointError, Interrupted, OutputError, SetError, ShardconvWarning, UsageError
 from ..format.manifest import Manifest
 from ..format.names import CONFIG_NAME, MANIFEST_NAME
-from ..format.plan import Plan, parse_plan, read_plan_file
+from ..format.plan import PlanChoice
 from ..format.sets import open_files
-from ..plans.auto_rows import AUTO_ROWS
 from ..source.locate import Located, cold_weights, locate
 from ..system.pagecache import ReadAhead
 from ..system.progress import NewProgress
@@ -81,17 +80,11 @@ def convert(
             found; nothing is left behind. Advice that does not stop the work comes as `ShardconvWarning`.
     """
     name = None if dtype is None else str(dtype).removeprefix("torch.")
-    options = Options(tp, variant, name, _as_plan(plan), lean, self_contained, overwrite, dry_run, low_disk)
+    options = Options(tp, variant, name, PlanChoice.of(plan, lean, "--"), self_contained, overwrite, dry_run, low_disk)
     outcomes = convert_all(source, out, options, subfolder=subfolder, revision=revision)
     for text in [text for outcome in outcomes for text in outcome.warnings]:
         python_warnings.warn(text, ShardconvWarning, stacklevel=2)
     return outcomes[0].manifest
-
-
-def _as_plan(plan: Mapping[str, Any] | str | os.PathLike[str] | None) -> Plan | Literal["auto-rows"] | None:
-    if plan is None or isinstance(plan, Mapping):
-        return None if plan is None else parse_plan(plan, "plan")
-    return "auto-rows" if plan == AUTO_ROWS else read_plan_file(plan)
 
 
 def convert_all(
@@ -157,8 +150,6 @@ def _check_request(
         raise UsageError(f"--tp: expected a positive number of ranks, found {options.tp}")
     if Path(source).is_dir() and Path(source).resolve() in Path(out).resolve().parents:
         raise OutputError(f"{out}: lies inside the source {source}, which stays as it is; name another OUT")
-    if options.lean and options.plan is not None:
-        raise UsageError("--lean: adds to the class's own plan, and --plan replaces it; give one of them")
     if options.dtype is not None and options.dtype not in DTYPES:
         raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {options.dtype!r}")
     if subfolder is not None and (Path(subfolder).is_absolute() or ".." in Path(subfolder).parts):

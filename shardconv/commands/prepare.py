@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from .._version import __version__
 from ..engine.records import ConvertPlan, Extent, TensorSource
@@ -16,7 +16,7 @@ from ..format.layout import SetLayout, StoredTensor, plan_layout, stored_tensors
 from ..format.manifest import FileRecord, Manifest, Source, SourceFileRecord
 from ..format.names import CONFIG_NAME, MODEL_INDEX, set_folder_name
 from ..format.pipeline import pipeline_components
-from ..format.plan import Plan
+from ..format.plan import OWN, PlanChoice
 from ..format.weights import check_variant, shorten
 from ..libraries import diffusers as models
 from ..libraries.diffusers import kept_in_fp32
@@ -40,8 +40,7 @@ class Options:
     tp: int
     variant: str | None = None
     dtype: str | None = None  # a key of DTYPES
-    plan: Plan | Literal["auto-rows"] | None = None  # None: the class's own
-    lean: bool = False  # also cut modulation and embedders
+    plan: PlanChoice = OWN
     self_contained: bool = False
     overwrite: bool = False
     dry_run: bool = False
@@ -79,7 +78,7 @@ def prepare(located: Located, subfolder: str | None, out: Path, options: Options
     speaks by their names in the repo."""
     with Planner(needs_torch=options.dtype is not None) as planner:
         with located.speaking():
-            names = components(located, subfolder, options.plan is not None, planner)
+            names = components(located, subfolder, not options.plan.is_own, planner)
             if not located.snapshot:
                 check_variant(located.folder / (subfolder or ""), located.names(subfolder), options.variant)
         return every(lambda name: _prepare(located, name, out, options, planner), names, CheckpointError)
@@ -94,7 +93,7 @@ def _prepare(located: Located, component: str, out: Path, options: Options, plan
 def _prepared(located: Located, component: str, out: Path, options: Options, planner: Planner) -> Job:
     elsewhere = located.snapshot.names_in(component) if located.snapshot else ()
     checkpoint = open_checkpoint(located.folder / component, options.variant, elsewhere)
-    model = planner.facts(checkpoint.config, options.plan, options.tp, options.lean)
+    model = planner.facts(checkpoint.config, options.plan, options.tp)
     aliases = _aliases(checkpoint, model.tied)
     target = out / component
     _check(checkpoint, model, aliases, check_target(target, checkpoint.folder, options.tp, checkpoint.config_bytes))
@@ -137,10 +136,11 @@ def _prepared(located: Located, component: str, out: Path, options: Options, pla
 def _forecast(
     checkpoint: Checkpoint, model: ModelFacts, tensors: Sequence[StoredTensor], options: Options, planner: Planner
 ) -> Forecast:
-    if options.plan is not None:
+    if not options.plan.is_own:
         return Forecast(model.degrees, {})
-    other = planner.facts(checkpoint.config, None, options.tp, not options.lean)
-    pair = (other, model) if options.lean else (model, other)
+    is_lean = options.plan.kind == "lean"
+    other = planner.facts(checkpoint.config, PlanChoice("own" if is_lean else "lean"), options.tp)
+    pair = (other, model) if is_lean else (model, other)
     return Forecast(model.degrees, _rank_nbytes(tensors, pair, options.tp))
 
 

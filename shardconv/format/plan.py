@@ -13,17 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any, Final, Literal
 
-from ..errors import PlanError
+from ..errors import PlanError, UsageError
 from ..system.jsonfile import parse
 
 
 class Style(str, Enum):
-    """How one `Linear` (weight `[out, in]`) is cut; the table stands in the README under "Styles".
-
-    `NORM_ACROSS_HEADS` is a norm over a sharded dim: weight and bias are cut, its statistics summed over the ranks.
-    `PARAMETER` is a tensor that a module holds outside any layer (one value a head, the weights of experts).
-    """
+    """How one layer (a `Linear` has the weight `[out, in]`) is cut; `STYLES` says what each means."""
 
     COLWISE = "colwise"
     ROWWISE = "rowwise"
@@ -36,22 +33,48 @@ class Style(str, Enum):
     @property
     def dim(self) -> int:
         """The dim of the weight that is cut; a `PARAMETER` is cut along the dim that its rule gives."""
-        return 1 if self in (Style.ROWWISE, Style.ROWWISE_SPLIT_INPUT, Style.PACKED_ROWWISE) else 0
+        return STYLES[self].dim
 
     @property
     def is_colwise(self) -> bool:
-        """Whether the output stays sharded."""
-        return self in (Style.COLWISE, Style.PACKED_COLWISE)
+        """Whether it is a layer of a matrix product whose output stays sharded."""
+        return STYLES[self].input == "whole" and STYLES[self].output == "local"
 
     @property
     def is_packed(self) -> bool:
-        return self in (Style.PACKED_COLWISE, Style.PACKED_ROWWISE)
+        """Whether each of several blocks is cut on its own."""
+        return STYLES[self].is_packed
 
     @property
     def takes_local_input(self) -> bool:
-        """Whether the input arrives already sharded, as the output of a colwise `Linear` does."""
-        return self in (Style.ROWWISE, Style.PACKED_ROWWISE)
+        """Whether a layer's input arrives already sharded, as the output of a colwise `Linear` does, and its output is
+        whole."""
+        return STYLES[self].input == "local" and STYLES[self].output == "summed"
 
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """A row of the table of styles."""
+
+    dim: int  # of the weight that is cut
+    input: Literal["whole", "local", "split", "none"]  # split: arrives whole, each rank takes its part
+    output: Literal["local", "summed", "none"]
+    layers: str  # which can be cut so, for people
+    is_packed: bool = False
+
+
+_PRODUCTS = "nn.Linear, nn.Conv2d"
+STYLES: Mapping[Style, Meaning] = {
+    Style.COLWISE: Meaning(0, "whole", "local", _PRODUCTS),
+    Style.ROWWISE: Meaning(1, "local", "summed", _PRODUCTS),
+    Style.ROWWISE_SPLIT_INPUT: Meaning(1, "split", "summed", "nn.Linear"),
+    Style.PACKED_COLWISE: Meaning(0, "whole", "local", _PRODUCTS, is_packed=True),
+    Style.PACKED_ROWWISE: Meaning(1, "local", "summed", _PRODUCTS, is_packed=True),
+    # A norm over a sharded dim: weight and bias are cut, its statistics summed over the ranks.
+    Style.NORM_ACROSS_HEADS: Meaning(0, "local", "local", "norms over all heads"),
+    # A tensor that a module holds outside any layer: one value a head, the weights of experts.
+    Style.PARAMETER: Meaning(0, "none", "none", "bare parameters and buffers"),
+}
 
 # Names other projects use for one of our styles (transformers: rowwise_rep takes a replicated input).
 ALIASES: Mapping[str, Style] = {"rowwise_rep": Style.ROWWISE_SPLIT_INPUT}
@@ -157,3 +180,50 @@ def read_plan_file(path: str | os.PathLike[str]) -> Plan:
     except ValueError as error:
         raise PlanError(f"{path}: expected a JSON object of module pattern to style ({error})") from None
     return parse_plan(raw, str(path))
+
+
+AUTO_ROWS: Final = "auto-rows"  # what a person writes instead of a plan file
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChoice:
+    """Which plan a model is to be cut by: its class's own, that one with more cut for memory, every `Linear` by its
+    rows, or one that was given."""
+
+    kind: Literal["own", "lean", "auto-rows", "given"] = "own"
+    given: Plan | None = None
+
+    @classmethod
+    def of(
+        cls, plan: Mapping[str, Any] | str | os.PathLike[str] | None, lean: bool = False, flags: str = ""
+    ) -> PlanChoice:
+        """From what people say: a map, a plan file, "auto-rows" or nothing; `flags` is what they write before `lean`.
+
+        Raises `PlanError` for a plan that is none, `UsageError` for `lean` beside a plan.
+        """
+        if lean and plan is not None:
+            raise UsageError(
+                f"{flags}lean: adds to the class's own plan, and {flags}plan replaces it; give one of them"
+            )
+        if plan is None:
+            return cls("lean" if lean else "own")
+        if plan == AUTO_ROWS:
+            return cls(AUTO_ROWS)
+        return cls("given", parse_plan(plan, "plan") if isinstance(plan, Mapping) else read_plan_file(plan))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it follows from the class."""
+        return self.kind in ("own", "lean")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` gives the choice back."""
+        return {"kind": self.kind, "given": None if self.given is None else plan_to_json(self.given)}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> PlanChoice:
+        """From what `to_json` gave."""
+        return cls(raw["kind"], None if raw["given"] is None else parse_plan(raw["given"], "plan"))
+
+
+OWN = PlanChoice()

@@ -6,14 +6,13 @@ between layers can notice, heads least of all. It saves memory, not work: each l
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from ..errors import PlanError
 from ..format.plan import Plan, Rule, Style
 from .catalogue import entry_of
 from .catalogue.entry import places_of
 
-AUTO_ROWS: Final = "auto-rows"  # what a person writes instead of a plan file
 _RULE = Rule(Style.ROWWISE_SPLIT_INPUT)
 
 

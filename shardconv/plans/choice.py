@@ -6,10 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import PlanError
-from ..format.plan import Plan, parse_plan
+from ..format.plan import AUTO_ROWS, Plan, PlanChoice, parse_plan
 from ..libraries.diffusers import _lookup, model_class
+from .auto_rows import auto_rows
 from .catalogue import ENTRIES, entry_of, expand
 from .catalogue.entry import places_of, refused
+
+
+def plan_of(model: Any, choice: PlanChoice, tp: int) -> Plan:
+    """The plan that `choice` names for `model` at a tp degree. Raises `PlanError` where there is none."""
+    if choice.given is not None:
+        return choice.given
+    if choice.kind == AUTO_ROWS:
+        return auto_rows(model, tp)
+    return class_plan(model, tp if choice.kind == "lean" else None)
 
 
 def class_plan(model: Any, lean_for: int | None = None) -> Plan:

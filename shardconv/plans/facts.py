@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import PlanError
 from ..format.cut import Cut
-from ..format.plan import Plan, Rule, Style
+from ..format.plan import Plan, PlanChoice, Rule, Style
 from ..libraries import diffusers as models
-from .auto_rows import auto_rows
-from .choice import class_plan, other_plan, version_warning
+from .choice import other_plan, plan_of, version_warning
 from .heads import head_counts
 
 
@@ -66,10 +65,8 @@ def _sizes(value: list[int] | None) -> tuple[int, ...] | None:
     return None if value is None else tuple(value)
 
 
-def model_facts(
-    config: Mapping[str, Any], plan: Plan | Literal["auto-rows"] | None, tp: int, lean: bool = False
-) -> ModelFacts:
-    """The facts of the model that `config` describes; `plan` None takes the class's own, with what `lean` adds to it.
+def model_facts(config: Mapping[str, Any], choice: PlanChoice, tp: int) -> ModelFacts:
+    """The facts of the model that `config` describes, cut by the plan that `choice` names.
 
     Raises `CheckpointError` when the class is unknown or the config does not build it.
     """
@@ -87,7 +84,7 @@ def model_facts(
     degrees: list[int] = []
     warnings: list[str] = []
     try:
-        chosen = _chosen(model, plan, tp, lean)
+        chosen = plan_of(model, choice, tp)
         resolution = resolve(model, chosen, tp, other_plan(model))
     except PlanError as error:
         issues = error.issues
@@ -95,7 +92,7 @@ def model_facts(
         cuts = resolution.cuts
         heads = {count for _, count in head_counts(model, colwise_names(resolution.modules))}
         degrees = degrees_of(model, chosen)
-        unchecked = version_warning(model) if plan is None else None
+        unchecked = version_warning(model) if choice.is_own else None
         warnings = [*resolution.warnings, *filter(None, [unchecked])]
     return ModelFacts(
         model_class=cls.__name__,
@@ -111,9 +108,3 @@ def model_facts(
         plan_issues=issues,
         warnings=tuple(warnings),
     )
-
-
-def _chosen(model: Any, plan: Plan | Literal["auto-rows"] | None, tp: int, lean: bool) -> Plan:
-    if plan is None:
-        return class_plan(model, tp if lean else None)
-    return auto_rows(model, tp) if isinstance(plan, str) else plan

@@ -16,14 +16,14 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
-from ..format.plan import Plan, parse_plan, plan_to_json
+from ..format.plan import PlanChoice
 from ..system.children import how_ended
 from .choice import has_plan
 from .facts import ModelFacts, model_facts
 
-LOG = logging.getLogger(__name__)
+LOG = logging.getLogger("shardconv.planner")
 
 
 class Planner:
@@ -53,13 +53,10 @@ class Planner:
         answer = self._ask({"library": library, "name": name, "config": config})
         return has_plan(library, name, config) if answer is None else answer["has_plan"]
 
-    def facts(
-        self, config: Mapping[str, Any], plan: Plan | Literal["auto-rows"] | None, tp: int, lean: bool = False
-    ) -> ModelFacts:
+    def facts(self, config: Mapping[str, Any], choice: PlanChoice, tp: int) -> ModelFacts:
         """See `model_facts`."""
-        stated = plan_to_json(plan) if isinstance(plan, Mapping) else plan
-        answer = self._ask({"config": config, "plan": stated, "tp": tp, "lean": lean})
-        return model_facts(config, plan, tp, lean) if answer is None else ModelFacts.from_json(answer)
+        answer = self._ask({"config": config, "choice": choice.to_json(), "tp": tp})
+        return model_facts(config, choice, tp) if answer is None else ModelFacts.from_json(answer)
 
     def _ask(self, question: Mapping[str, Any]) -> Any:
         if self._child is None:
@@ -118,10 +115,8 @@ def serve() -> None:
 def _answer(question: Mapping[str, Any]) -> dict[str, Any]:
     if "name" in question:
         return {"has_plan": has_plan(question["library"], question["name"], question["config"])}
-    plan = question["plan"]
-    if isinstance(plan, dict):
-        plan = parse_plan(plan, "plan")
-    return model_facts(question["config"], plan, question["tp"], question["lean"]).to_json()
+    choice = PlanChoice.from_json(question["choice"])
+    return model_facts(question["config"], choice, question["tp"]).to_json()
 
 
 def import_lightly() -> None:

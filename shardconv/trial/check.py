@@ -9,13 +9,12 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import UsageError
 from ..format.config import read_config
-from ..format.plan import Plan, plan_to_json
+from ..format.plan import OWN, PlanChoice
 from ..libraries import diffusers as models
-from ..plans.auto_rows import AUTO_ROWS
 from ..plans.catalogue.cases import CASES
 from ..system.children import ranks_failed, run_together
 
@@ -49,9 +48,9 @@ class Verdict:
         return self.difference is not None and self.difference <= TOLERANCE
 
 
-def check(subject: str, tp: int, plan: Plan | Literal["auto-rows"] | None = None) -> Verdict:
+def check(subject: str, tp: int, choice: PlanChoice = OWN) -> Verdict:
     """Compare sharded with unsharded output for `subject`: a class name, or a component folder whose config is taken
-    with few layers and random weights. `plan` None is the class's own.
+    with few layers and random weights; cut by the plan that `choice` names.
 
     Raises `UsageError` for a class without a case, `CheckpointError` for a folder that is none, `RanksFailed` when a
     rank's process dies.
@@ -60,8 +59,7 @@ def check(subject: str, tp: int, plan: Plan | Literal["auto-rows"] | None = None
     if tp < 2:
         raise UsageError(f"--tp: expected 2 ranks or more, found {tp}")
     with tempfile.TemporaryDirectory(prefix="shardconv-check-") as folder:
-        rules = plan if plan is None or plan == AUTO_ROWS else plan_to_json(plan)
-        job = {"model_class": name, "config": config, "tp": tp, "plan": rules}
+        job = {"model_class": name, "config": config, "tp": tp, "choice": choice.to_json()}
         Path(folder, "job.json").write_text(json.dumps(job))
         report = _run(Path(folder))
     layers = tuple(Difference(layer["layer"], layer["difference"]) for layer in report["layers"])

@@ -28,10 +28,9 @@ from loader.parallel import parallelize, take_slice
 
 from ..errors import ShardconvError
 from ..format.cut import Cut
-from ..format.plan import Plan, parse_plan
-from ..plans.auto_rows import AUTO_ROWS, auto_rows
+from ..format.plan import PlanChoice
 from ..plans.catalogue import cases
-from ..plans.choice import class_plan
+from ..plans.choice import plan_of
 from ..plans.resolve import Resolution, resolve
 
 LAYER_TOLERANCE = 1e-4  # of a layer's largest value; layers in the middle may amplify what the output does not show
@@ -57,7 +56,8 @@ def main(folder: str) -> None:
     reference = _Reference(model, layers, outputs)
     fork = multiprocessing.get_context("fork")
     ranks = [
-        fork.Process(target=_rank, args=(rank, folder, job["tp"], job["plan"], reference)) for rank in range(job["tp"])
+        fork.Process(target=_rank, args=(rank, folder, job["tp"], PlanChoice.from_json(job["choice"]), reference))
+        for rank in range(job["tp"])
     ]
     for rank in ranks:
         rank.start()
@@ -96,13 +96,7 @@ def _worst(paths: Iterable[Path]) -> dict[str, Any]:
     return dict(max(reports, key=lambda report: (bool(report["issues"]), report["difference"] or 0.0)))
 
 
-def _rules(model: nn.Module, plan: Mapping[str, Any] | str | None, tp: int) -> Plan:
-    if plan == AUTO_ROWS:
-        return auto_rows(model, tp)
-    return class_plan(model) if plan is None else parse_plan(plan, "plan")
-
-
-def _rank(rank: int, folder: str, tp: int, plan: Mapping[str, Any] | str | None, reference: _Reference) -> None:
+def _rank(rank: int, folder: str, tp: int, choice: PlanChoice, reference: _Reference) -> None:
     said = os.open(Path(folder, f"rank-{rank}.said"), os.O_WRONLY | os.O_CREAT)
     os.dup2(said, 2)  # what it says when it dies is told apart from what the others say
     store = dist.FileStore(str(Path(folder, "store")), tp)  # type: ignore[attr-defined]  # public, says its documentation
@@ -112,7 +106,7 @@ def _rank(rank: int, folder: str, tp: int, plan: Mapping[str, Any] | str | None,
     cuts: dict[str, Cut] = {}
     running: list[str] = []
     try:
-        rules = _rules(reference.model, plan, tp)
+        rules = plan_of(reference.model, choice, tp)
         cuts = _cuts(reference.model, resolve(reference.model, rules, tp))
         _, outputs = _watched(parallelize(reference.model, plan=rules), layers, running)
         report["difference"] = max(map(_difference, outputs, reference.outputs))

@@ -21,7 +21,7 @@ from loader import parallel
 from loader.layers import attention as fixups
 from loader.layers import linear, norms
 from shardconv.errors import LoadError, ShardconvWarning
-from shardconv.format.plan import Plan
+from shardconv.format.plan import Plan, PlanChoice, Style
 from shardconv.plans.catalogue import ENTRIES, cases, small_models
 from shardconv.trial import check_ranks
 
@@ -174,7 +174,7 @@ def compare_convolutions() -> float:
 def check(name: str, tp: int, plan: Mapping[str, Any] | None, fault: str = "none") -> dict[str, Any]:
     """The report of `shardconv check`, with a fault put in."""
     with tempfile.TemporaryDirectory() as folder, FAULTS[fault]():
-        job = {"model_class": name, "config": None, "tp": tp, "plan": plan}
+        job = {"model_class": name, "config": None, "tp": tp, "choice": PlanChoice.of(plan).to_json()}
         Path(folder, "job.json").write_text(json.dumps(job))
         check_ranks.main(folder)
         return dict(json.loads(Path(folder, "report.json").read_text()))
@@ -204,10 +204,11 @@ def _nothing(name: str) -> Any:
 def _local_statistics() -> Any:
     """Norms take the mean over the features of their own rank."""
 
-    def keep(norm: Any, features: int, group_name: str) -> None:
-        norm.normalized_shape = (features // dist.get_world_size(),)
+    def keep(norm: Any, planned: Any, group: Any) -> None:
+        norm.normalized_shape = (sum(planned.cut.block_sizes) // group.size,)
 
-    return mock.patch.object(norms, "make_local_norm", keep)
+    kinds = dict.fromkeys(norms.KINDS, keep)
+    return mock.patch.object(norms, "MAKERS", {Style.NORM_ACROSS_HEADS: kinds})
 
 
 def _first_table() -> Any:

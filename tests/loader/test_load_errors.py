@@ -599,7 +599,7 @@ def fail_on_rank_1(where: str, error: Exception, path: Path) -> str:
         "apply": (load, "apply"),
         "fingerprint": (parallel, "_fingerprint"),
         "slice": (parallel, "take_slice"),
-        "wrap": (parallel, "make_local"),
+        "wrap": (parallel, "makers"),
     }[where]
     failing = mock.patch.object(module, name, side_effect=error)
     if dist.get_rank() == 1:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import toys
 
-from shardconv.format.plan import Rule, Style
+from shardconv.format.plan import OWN, PlanChoice, Rule, Style
 from shardconv.plans.catalogue import ENTRIES, small_models
 from shardconv.plans.catalogue.cases import CASES
 from shardconv.plans.facts import ModelFacts, model_facts
@@ -23,11 +23,12 @@ PLAN = {"single_transformer_blocks.*.attn.to_q": Rule(Style.PACKED_COLWISE, (1, 
 # Asks the child about each config of a file; prints the answers and what the asking process has imported.
 ASK = """
 import json, sys
+from shardconv.format.plan import PlanChoice
 from shardconv.plans.planner import Planner
 questions = json.load(open(sys.argv[1]))
 with Planner(needs_torch=False) as planner:
     pid = planner._child.pid
-    answers = [planner.facts(config, None, 2, lean).to_json() for config, lean in questions]
+    answers = [planner.facts(config, PlanChoice(kind), 2).to_json() for config, kind in questions]
     planned = [planner.has_plan("diffusers", "FluxTransformer2DModel"), planner.has_plan("diffusers", "AutoencoderKL"),
                planner.has_plan("transformers", "T5EncoderModel"), planner.has_plan("diffusers", "Nope")]
 print(json.dumps([answers, planned, "torch" in sys.modules, pid]))
@@ -43,12 +44,12 @@ def test_the_child_answers_as_this_process_does(tmp_path: Path) -> None:
     """Facts of every class of the catalogue are the same from the child, whose imports are cut short, as from full
     imports, plain and lean; the process that asks imports no torch, the child answers to the end, and none is left."""
     configs = [json.loads(json.dumps({**CASES[name].config, "_class_name": name})) for name in ENTRIES]
-    questions = [(config, bool(ENTRIES[config["_class_name"]].lean)) for config in configs]
+    questions = [(config, "lean" if ENTRIES[config["_class_name"]].lean else "own") for config in configs]
     (tmp_path / "questions.json").write_text(json.dumps(questions))
     command = [sys.executable, "-c", ASK, str(tmp_path / "questions.json")]
     answers, planned, torch_here, pid = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    for (config, lean), answer in zip(questions, answers, strict=True):
-        assert ModelFacts.from_json(answer) == model_facts(config, None, 2, lean), config["_class_name"]
+    for (config, kind), answer in zip(questions, answers, strict=True):
+        assert ModelFacts.from_json(answer) == model_facts(config, PlanChoice(kind), 2), config["_class_name"]
     assert planned == [True, False, None, None]
     assert torch_here is False
     assert not Path(f"/proc/{pid}").exists()
@@ -70,7 +71,7 @@ def test_the_child_imports_lightly() -> None:
 def test_facts_survive_the_passage(tp: int) -> None:
     """Facts are the same after JSON text: packed cuts, blocks of a plan, tied names; and a plan that does not fit."""
     config = {**_config("flux2"), "_class_name": "Flux2Transformer2DModel"}
-    facts = model_facts(config, PLAN if tp == 3 else None, tp)
+    facts = model_facts(config, PlanChoice("given", PLAN) if tp == 3 else OWN, tp)
     assert bool(facts.plan_issues) == (tp == 3)
     assert bool(facts.cuts) == (tp == 2)
     assert ModelFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
