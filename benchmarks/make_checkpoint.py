@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from shardconv.format.header import TensorEntry, encode_header
-from shardconv.libraries.diffusers import skeleton
+from shardconv.libraries.skeleton import skeleton
 
 BLOCK = 1 << 24  # random elements drawn once; every tensor takes them from another place
 

@@ -29,9 +29,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'loader' has no attribute {name!r}")
     from importlib import import_module
 
-    from shardconv.libraries.diffusers import DIFFUSERS
+    from shardconv.libraries.base import BUILDING
 
-    with DIFFUSERS:  # two threads that ask for the first time
+    with BUILDING:  # two threads that ask for the first time
         return getattr(import_module(f".{_HOME[name]}", __name__), name)
 
 

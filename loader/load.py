@@ -19,7 +19,8 @@ from shardconv.errors import LoadError, ShardconvWarning, UsageError
 from shardconv.format.dtypes import CAST_FLOATS, REAL_FLOATS, torch_dtype
 from shardconv.format.header import FileHeader
 from shardconv.format.manifest import Manifest
-from shardconv.libraries import diffusers as models
+from shardconv.libraries.choose import library_of, model_class
+from shardconv.libraries.skeleton import kept_in_fp32, skeleton
 from shardconv.system.crew import PATIENCE_S, Crew, check_stop, stoppable
 from shardconv.system.pagecache import is_cached
 
@@ -162,8 +163,8 @@ def _load_rank(
         _reading(opened, device, wishes.transfer, wanted, given_up) as (stored, loaded),
         checking(opened, stored, wanted) if wishes.verify else nullcontext(lambda: None) as check,
     ):
-        cls = models.model_class(manifest.model_class, opened.config)
-        model = models.skeleton(cls, opened.config, _building_dtype(manifest, dtype))
+        cls = model_class(manifest.model_class, opened.config)
+        model = skeleton(cls, opened.config, _building_dtype(manifest, dtype))
         resolution = check_model(opened, model)
         check_layers(model, resolution.modules)
         check()
@@ -171,7 +172,7 @@ def _load_rank(
         tensors = {name: tensor for take in loaded for name, tensor in take().items()}
     del stored, loaded  # they keep what a cast replaces
     if dtype is not None:
-        cast = partial(_cast, tensors, dtype, models.keep_in_fp32(cls))
+        cast = partial(_cast, tensors, dtype, library_of(cls).keep_in_fp32(cls))
         # Of mapped files it reads every page; on an accelerator it belongs on the stream of this thread.
         stoppable(cast, wanted, "loader-cast") if device.type == "cpu" else cast()
     attach(model, tensors, device)
@@ -251,4 +252,4 @@ def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype, fp32_modules: tu
     for name, tensor in tensors.items():
         check_stop()
         if tensor.dtype in real:
-            tensors[name] = tensor.to(torch.float32 if models.kept_in_fp32(name, fp32_modules) else dtype)
+            tensors[name] = tensor.to(torch.float32 if kept_in_fp32(name, fp32_modules) else dtype)

@@ -17,7 +17,7 @@ from shardconv.errors import LoadError, SetError, UsageError
 from shardconv.format.names import MODEL_INDEX, unfinished_degree
 from shardconv.format.pipeline import pipeline_components
 from shardconv.format.sets import sets_in
-from shardconv.libraries.diffusers import DIFFUSERS
+from shardconv.libraries.base import BUILDING
 from shardconv.system.crew import stoppable
 
 from .files import fetch as remote
@@ -101,7 +101,7 @@ def _agreed(told: Sequence[str]) -> list[str]:
 
 
 def _assemble(path: str | os.PathLike[str], components: dict[str, Any], place: torch.device, ranks: Ranks) -> Any:
-    with DIFFUSERS:
+    with BUILDING:
         return _from_pretrained(path, components, place_of(place), ranks)
 
 

@@ -17,7 +17,7 @@ from shardconv.format.config import config_digest, read_config
 from shardconv.format.cut import Cut
 from shardconv.format.manifest import Manifest
 from shardconv.format.sets import SetFile, component_of, open_files
-from shardconv.libraries import diffusers as models
+from shardconv.libraries.skeleton import stored_tensors
 from shardconv.plans.choice import other_plan
 from shardconv.plans.resolve import Resolution, resolve
 from shardconv.system.cores import usable_cores
@@ -82,7 +82,7 @@ def check_model(opened: OpenSet, model: Any) -> Resolution:
     way it resolves differ, and nothing is loaded.
     """
     manifest = opened.manifest
-    expected = models.stored_tensors(model)
+    expected = stored_tensors(model)
     stored = {tensor.name: tensor for tensor in manifest.tensors}
     issues = [
         f"{name}: the model has it, the set does not; convert again with this diffusers"

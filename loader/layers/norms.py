@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from shardconv.format.plan import Style
-from shardconv.libraries.diffusers import DIFFUSERS
+from shardconv.libraries.base import BUILDING
 from shardconv.plans.match import PlannedModule
 
 from ..group.ranks import Ranks
 from .linear import sum_over_ranks
 
-with DIFFUSERS:
+with BUILDING:
     from diffusers.models.normalization import LpNorm
     from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 

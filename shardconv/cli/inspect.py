@@ -137,7 +137,7 @@ def _about_set(manifest: Manifest) -> Iterator[str]:
     kept = f", {', '.join(manifest.keep_fp32)} kept in F32" if manifest.keep_fp32 else ""
     yield f"  dtype: {f'cast to {manifest.cast_to}{kept}' if manifest.cast_to else 'as stored in the source'}"
     yield f"  replicated tensors: {'in each rank file' if manifest.self_contained else 'once, in a file of their own'}"
-    tools = f"shardconv {manifest.tool_version} with diffusers {manifest.library_version}"
+    tools = f"shardconv {manifest.tool_version} with {manifest.library_name} {manifest.library_version}"
     yield f"  conversion {manifest.conversion_id}, by {tools}"
     yield "  plan:"
     for pattern, rule in manifest.plan.items():

@@ -35,26 +35,24 @@ class Row:
 
 def rows() -> Iterator[Row]:
     """Every class of the catalogue, by a released model of it, its default configuration, or else its small case."""
-    from ..libraries import diffusers as models
+    from ..libraries.choose import LIBRARIES, model_class
 
     released = {each.model_class: each.config for each in reversed([*RELEASED.values()])}
-    import diffusers
-
-    for name in (name for name in sorted(ENTRIES) if hasattr(diffusers, name)):
+    for name in (name for name in sorted(ENTRIES) if any(library.find(name) for library in LIBRARIES)):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside diffusers' own classes
-            model = _skeleton(models.model_class(name), released.get(name))
+            model = _skeleton(model_class(name), released.get(name))
         yield row_of(model)
 
 
 def _skeleton(cls: Any, config: Mapping[str, Any] | None) -> Any:
     from ..errors import CheckpointError
-    from ..libraries import diffusers as models
+    from ..libraries.skeleton import skeleton
 
     try:
-        return models.skeleton(cls, config or {})
+        return skeleton(cls, config or {})
     except CheckpointError:  # some arguments have no default
-        return models.skeleton(cls, CASES[cls.__name__].config)
+        return skeleton(cls, CASES[cls.__name__].config)
 
 
 def row_of(model: Any) -> Row:
@@ -114,7 +112,8 @@ def plan_of(subject: str) -> Mapping[str, object]:
     its small case, which has every part. Raises `UsageError`, `CheckpointError`, `PlanError`."""
     from ..errors import UsageError
     from ..format.config import read_config
-    from ..libraries import diffusers as models
+    from ..libraries.choose import model_class, renamed
+    from ..libraries.skeleton import skeleton
 
     if Path(subject).is_dir():
         config, _ = read_config(Path(subject))
@@ -123,5 +122,5 @@ def plan_of(subject: str) -> Mapping[str, object]:
         name, config = subject, dict(CASES[subject].config)
     else:
         unknown = "no component folder and not in the catalogue; shardconv plans lists it"
-        raise UsageError(f"{subject}: {models.renamed(subject) or unknown}")
-    return plan_to_json(class_plan(models.skeleton(models.model_class(name, config), config)))
+        raise UsageError(f"{subject}: {renamed(subject) or unknown}")
+    return plan_to_json(class_plan(skeleton(model_class(name, config), config)))

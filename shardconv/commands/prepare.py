@@ -18,8 +18,8 @@ from ..format.names import CONFIG_NAME, MODEL_INDEX, set_folder_name
 from ..format.pipeline import pipeline_components
 from ..format.plan import OWN, PlanChoice
 from ..format.weights import check_variant, shorten
-from ..libraries import diffusers as models
-from ..libraries.diffusers import kept_in_fp32
+from ..libraries.choose import library_named, model_class
+from ..libraries.skeleton import kept_in_fp32
 from ..plans.facts import ModelFacts
 from ..plans.planner import Planner
 from ..source.checkpoint import Checkpoint, SourceTensor, open_checkpoint
@@ -109,6 +109,7 @@ def _prepared(located: Located, component: str, out: Path, options: Options, pla
         source=_source_record(located, component, checkpoint),
         model_class=checkpoint.class_name,  # as published, also where diffusers has another name for it now
         config_digest=config_digest(checkpoint.config),
+        library_name=model.library_name,
         library_version=model.library_version,
         tp_degree=options.tp,
         self_contained=options.self_contained,
@@ -222,8 +223,8 @@ def components(located: Located, subfolder: str | None, has_own_plan: bool, plan
     }
     for name, (library, cls) in listed.items():
         config = located.folder / name / CONFIG_NAME
-        if planned[name] is None and library == "diffusers" and name.startswith("transformer") and config.is_file():
-            models.model_class(cls, read_config(config.parent)[0])  # raises
+        if planned[name] is None and library_named(library) and name.startswith("transformer") and config.is_file():
+            model_class(cls, read_config(config.parent)[0])  # raises
     chosen = [name for name in listed if planned[name]]
     if not chosen:
         classes = ", ".join(f"{name} ({cls})" for name, (_, cls) in listed.items())

@@ -165,11 +165,12 @@ def _check_degree(source: Manifest, config: Mapping[str, Any], tp: int) -> tuple
     blocks = [size for tensor in source.tensors if tensor.cut for size in tensor.cut.block_sizes]
     if not any(size % tp for size in (*source.head_counts, *blocks)) and (source.tp_degree > 1 or tp == 1):
         return ()
-    from ..libraries import diffusers as models
+    from ..libraries.choose import model_class
+    from ..libraries.skeleton import skeleton
     from ..plans.resolve import resolve
 
-    cls = models.model_class(source.model_class, config)
-    model = models.skeleton(cls, config)
+    cls = model_class(source.model_class, config)
+    model = skeleton(cls, config)
     resolution = resolve(model, source.plan, tp, other_plan(model))
     issues = [
         f"{tensor.name}: this diffusers' {cls.__name__} is cut otherwise than the set; convert the source again"

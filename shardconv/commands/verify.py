@@ -16,7 +16,7 @@ from ..format.layout import StoredTensor, plan_layout, stored_tensors
 from ..format.manifest import Manifest
 from ..format.names import CONFIG_NAME, MANIFEST_NAME, degree_of, is_hidden, is_set_file
 from ..format.sets import component_of, components_in, read_files, set_folders
-from ..libraries.diffusers import kept_in_fp32
+from ..libraries.skeleton import kept_in_fp32
 from ..source.checkpoint import Checkpoint, open_checkpoint
 from ..source.locate import locate
 from ..system.progress import NewProgress

@@ -82,7 +82,8 @@ class Manifest:
     source: Source
     model_class: str
     config_digest: str  # xxh3-128 of config.json's keys and values, private ones ("_...") left out, hex
-    library_version: str  # of diffusers
+    library_name: str  # of the model's class
+    library_version: str
     tp_degree: int
     self_contained: bool
     cast_to: str | None  # a dtype name of the format; None: stored as the source has it
@@ -133,7 +134,7 @@ class Manifest:
             "conversion_id": self.conversion_id,
             **self.settings(),
             "head_counts": list(self.head_counts),
-            "library": {"name": "diffusers", "version": self.library_version},
+            "library": {"name": self.library_name, "version": self.library_version},
             "source": {
                 "repo": source.repo, "revision": source.revision, "subfolder": source.subfolder,
                 "variant": source.variant,
@@ -282,6 +283,7 @@ def _from_json(document: Any) -> Manifest:
         ),
         model_class=_expect(document["model_class"], str),
         config_digest=_expect(document["config_digest"], str),
+        library_name=_expect(document["library"].get("name", "diffusers"), str),
         library_version=_expect(document["library"]["version"], str),
         tp_degree=tp,
         self_contained=_expect(document["self_contained"], bool),

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..format.plan import AUTO_ROWS, Plan, PlanChoice, parse_plan
-from ..libraries.diffusers import _lookup, model_class
+from ..libraries.choose import library_named, library_of, version_of
 from .auto_rows import auto_rows
 from .catalogue import ENTRIES, entry_of, expand
 from .catalogue.entry import places_of, refused
@@ -41,7 +41,7 @@ def class_plan(model: Any, lean_for: int | None = None) -> Plan:
 
 def _own_plan(model: Any) -> Plan:
     name = type(model).__name__
-    raw = getattr(type(model), "_tp_plan", None)
+    raw = library_of(type(model)).own_plan(type(model))
     if raw:
         return parse_plan(raw, f"{name}._tp_plan")
     entry = entry_of(model)
@@ -50,27 +50,21 @@ def _own_plan(model: Any) -> Plan:
         raise PlanError(*(f"{name}: {why}; give a plan that leaves it whole with --plan FILE" for why in reasons))
     plan = expand(entry.plan, model) if entry else None
     if not plan:
-        import diffusers
-
         raise PlanError(
-            f"{name}: has no _tp_plan in diffusers {diffusers.__version__} and is not in the catalogue "
+            f"{name}: has no _tp_plan in {version_of(type(model))} and is not in the catalogue "
             "(shardconv plans lists it); give a plan with --plan FILE"
         )
     return plan
 
 
 def version_warning(model: Any) -> str | None:
-    """One sentence when the class's plan is the catalogue's and was checked with other versions of diffusers only."""
-    import diffusers
-
-    entry = entry_of(model)
-    if entry is None or not entry.plan or getattr(type(model), "_tp_plan", None):
-        return None
-    if diffusers.__version__ in entry.checked:
+    """One sentence when the class's plan is the catalogue's and was checked with other versions of its library only."""
+    entry, library = entry_of(model), library_of(type(model))
+    if entry is None or not entry.plan or library.own_plan(type(model)) or library.version() in entry.checked:
         return None
     return (
-        f"{type(model).__name__}: its plan was checked with diffusers {', '.join(entry.checked)}, this is "
-        f"{diffusers.__version__}; run: shardconv check {type(model).__name__} --tp 2"
+        f"{type(model).__name__}: its plan was checked with {library.name} {', '.join(entry.checked)}, this is "
+        f"{library.version()}; run: shardconv check {type(model).__name__} --tp 2"
     )
 
 
@@ -84,8 +78,9 @@ def other_plan(model: Any) -> Plan | None:
 
 def has_plan(library: str, name: str, config: Mapping[str, Any] | None = None) -> bool | None:
     """Whether a pipeline component (`library`, class name of model_index.json, its config) is a model that has a plan;
-    None when it is not a model of diffusers."""
-    if library != "diffusers" or _lookup(name) is None:
+    None when it is no model of a library that we know."""
+    known = library_named(library)
+    if known is None or known.find(name) is None:
         return None
-    cls = model_class(name, config)
-    return bool(getattr(cls, "_tp_plan", None)) or (cls.__name__ in ENTRIES and bool(ENTRIES[cls.__name__].plan))
+    cls = known.current(name, config or {})
+    return bool(known.own_plan(cls)) or (cls.__name__ in ENTRIES and bool(ENTRIES[cls.__name__].plan))

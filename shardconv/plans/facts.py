@@ -10,7 +10,8 @@ from typing import Any
 from ..errors import PlanError
 from ..format.cut import Cut
 from ..format.plan import Plan, PlanChoice, Rule, Style
-from ..libraries import diffusers as models
+from ..libraries.choose import library_of, model_class
+from ..libraries.skeleton import skeleton, stored_tensors, tied_names
 from .choice import other_plan, plan_of, version_warning
 from .heads import head_counts
 
@@ -20,7 +21,8 @@ class ModelFacts:
     """A model class, built by one config and cut by one plan."""
 
     model_class: str
-    library_version: str  # of diffusers
+    library_name: str
+    library_version: str
     plan: Plan
     tensors: Mapping[str, tuple[int, ...]]  # name -> shape of every parameter and persistent buffer
     tied: tuple[tuple[str, ...], ...]  # names that are one parameter
@@ -41,6 +43,7 @@ class ModelFacts:
         """From what `to_json` gave, also after a passage through JSON text."""
         return cls(
             model_class=raw["model_class"],
+            library_name=raw["library_name"],
             library_version=raw["library_version"],
             plan={
                 key: Rule(Style(rule["style"]), _sizes(rule["blocks"]), rule["dim"])
@@ -70,13 +73,11 @@ def model_facts(config: Mapping[str, Any], choice: PlanChoice, tp: int) -> Model
 
     Raises `CheckpointError` when the class is unknown or the config does not build it.
     """
-    import diffusers
-
     from .match import colwise_names
     from .resolve import degrees_of, resolve
 
-    cls = models.model_class(str(config.get("_class_name")), config)
-    model = models.skeleton(cls, config)
+    cls = model_class(str(config.get("_class_name")), config)
+    library, model = library_of(cls), skeleton(cls, config)
     chosen: Plan = {}
     issues: tuple[str, ...] = ()
     cuts: Mapping[str, tuple[Style, Cut | None]] = {}
@@ -96,12 +97,13 @@ def model_facts(config: Mapping[str, Any], choice: PlanChoice, tp: int) -> Model
         warnings = [*resolution.warnings, *filter(None, [unchecked])]
     return ModelFacts(
         model_class=cls.__name__,
-        library_version=diffusers.__version__,
+        library_name=library.name,
+        library_version=library.version(),
         plan=chosen,
-        tensors=models.stored_tensors(model),
-        tied=tuple(models.tied_names(model)),
-        ignored=models.ignored_patterns(cls),
-        fp32_modules=models.keep_in_fp32(cls),
+        tensors=stored_tensors(model),
+        tied=tuple(tied_names(model)),
+        ignored=library.ignored_patterns(cls),
+        fp32_modules=library.keep_in_fp32(cls),
         cuts=cuts,
         head_counts=tuple(sorted(heads)),
         degrees=tuple(degrees),

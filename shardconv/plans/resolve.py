@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import PlanError
 from ..format.cut import Cut, legal_degrees
 from ..format.plan import Plan, Style
-from ..libraries.diffusers import tied_names
+from ..libraries.skeleton import tied_names
 from .checks import check_sense
 from .heads import head_counts
 from .match import Findings, PlannedModule, colwise_names, match, match_parameters

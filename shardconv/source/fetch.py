@@ -13,6 +13,7 @@ from ..format.header import MAX_HEADER_NBYTES
 from ..format.names import CONFIG_NAME, MODEL_INDEX
 from ..format.pipeline import pipeline_components
 from ..format.weights import check_variant
+from ..libraries.choose import library_named
 from ..remote.hub import Repo
 from ..remote.needed import Needed, is_about, is_weights, needed_files
 from ..remote.snapshot import Snapshot
@@ -44,7 +45,7 @@ def fetch(repo: Repo, revision: str | None, subfolder: str | None, variant: str 
         with Snapshot(repo, listing, folder, (), temporary=False).speaking():
             listed = pipeline_components(folder)
         components = list(listed)
-        cut = [name for name, (library, _) in listed.items() if library == "diffusers"]
+        cut = [name for name, (library, _) in listed.items() if library_named(library)]
     here = Snapshot(repo, listing, Path(), (), temporary=False)
     place = f"{'/'.join(filter(None, (repo.name, subfolder)))} at {listing.short_commit}"
     check_variant(place, [name for each in {"", *components} for name in here.names_in(each)], variant)

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import UsageError
 from ..format.config import read_config
 from ..format.plan import OWN, PlanChoice
-from ..libraries import diffusers as models
+from ..libraries.choose import model_class, renamed
 from ..plans.catalogue.cases import CASES
 from ..system.children import ranks_failed, run_together
 
@@ -73,13 +73,13 @@ def _subject(subject: str) -> tuple[str, Mapping[str, Any] | None]:
         config, _ = read_config(Path(subject))
         name = str(config["_class_name"])
     if name not in CASES and config is not None:
-        name = str(models.model_class(name, config).__name__)
+        name = str(model_class(name, config).__name__)
     if name not in CASES:
         unknown = (
             "no folder, and no class whose inputs are known; shardconv plans lists the classes, "
             "shardconv/catalogue/cases.py has their inputs"
         )
-        raise UsageError(f"{subject}: {models.renamed(name) or unknown}")
+        raise UsageError(f"{subject}: {renamed(name) or unknown}")
     return name, None if config is None else _few_layers(config, CASES[name].config)
 
 

@@ -27,7 +27,7 @@ from small_minimax import MINIMAX_PLAN, build_minimax
 
 from shardconv import Manifest, PlanError, convert
 from shardconv.format.plan import parse_plan
-from shardconv.libraries import diffusers as models
+from shardconv.libraries.skeleton import skeleton, stored_tensors
 from shardconv.plans.catalogue import small_models
 from shardconv.plans.resolve import resolve
 
@@ -301,6 +301,6 @@ def test_contract_the_skeleton_has_the_names_and_shapes_of_the_real_model() -> N
     """The meta-device model that conversions are checked against has the state dict of the real one, to the shape."""
     for name in small_models.NAMES:
         real = small_models.build(name)
-        skeleton = models.skeleton(getattr(diffusers, small_models.class_name(name)), dict(real.config))
-        assert all(parameter.is_meta for parameter in skeleton.parameters())
-        assert models.stored_tensors(skeleton) == {key: tuple(t.shape) for key, t in real.state_dict().items()}
+        built = skeleton(getattr(diffusers, small_models.class_name(name)), dict(real.config))
+        assert all(parameter.is_meta for parameter in built.parameters())
+        assert stored_tensors(built) == {key: tuple(t.shape) for key, t in real.state_dict().items()}

@@ -290,6 +290,7 @@ def _convert_by_hand(folder: Path) -> Manifest:
     digests = engine.run(plan_conversion(layout, sources), fds, lambda nbytes: None)
     manifest = Manifest(
         tool_version="0.1.0", conversion_id="", model_class="TinyTransformer2DModel", config_digest="0" * 32,
+        library_name="diffusers",
         library_version="0.42.1",
         source=Source("org/tiny", "c0ffee", "transformer", None,
                       (SourceFileRecord(path.name, file.header.file_nbytes, file.header.digest, "5" * 32, {}),)),

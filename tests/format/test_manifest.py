@@ -48,6 +48,7 @@ def _manifest(self_contained: bool = False) -> Manifest:
         ),
         model_class="FluxTransformer2DModel",
         config_digest="0" * 32,
+        library_name="diffusers",
         library_version="0.42.1",
         tp_degree=2,
         self_contained=self_contained,
@@ -298,6 +299,7 @@ def _told_only(manifest: Manifest) -> Manifest:
     return replace(
         manifest,
         tool_version=original.tool_version,
+        library_name=original.library_name,
         library_version=original.library_version,
         source=replace(original.source, files=tuple(files)),
         files=tuple(

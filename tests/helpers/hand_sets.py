@@ -84,7 +84,8 @@ def convert(source: HandSource, out: Path, tp: int, self_contained: bool = False
     fds = [os.open(folder / file.name, os.O_RDWR | os.O_CREAT, 0o644) for file in layout.files]
     digests = engine.run(plan_conversion(layout, held), fds, lambda nbytes: None)
     manifest = Manifest(
-        tool_version=__version__, conversion_id="", model_class=CONFIG["_class_name"], library_version="0.42.1",
+        tool_version=__version__, conversion_id="", model_class=CONFIG["_class_name"], library_name="diffusers",
+        library_version="0.42.1",
         config_digest=config_digest(CONFIG), source=Source("org/name", "c0ffee", None, None, tuple(records)),
         tp_degree=tp, self_contained=self_contained, cast_to=None, keep_fp32=(), plan={"a": Rule(Style.ROWWISE)},
         head_counts=(), tensors=tuple(stored), digests={name: each.slices for name, each in digests.items()},

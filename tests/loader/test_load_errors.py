@@ -26,7 +26,6 @@ from loader import load, parallel
 from loader.files.locate import find_set
 from shardconv.format.header import DATA_ALIGNMENT, FileHeader
 from shardconv.format.manifest import Manifest
-from shardconv.libraries import diffusers as models
 from shardconv.plans.catalogue import small_models
 
 NAME = "qwenimage21"
@@ -418,7 +417,7 @@ def test_verify_passes_a_good_set(self_contained):
 
 
 def load_with_another_class(out: Path, change: str) -> None:
-    build = models.skeleton
+    build = load.skeleton
 
     def changed(*args: Any) -> Any:
         model = build(*args)
@@ -430,7 +429,7 @@ def load_with_another_class(out: Path, change: str) -> None:
             model.single_transformer_blocks[1].attn.to_out._tp_packed_row_blocks.reverse()
         return model
 
-    with mock.patch.object(models, "skeleton", changed):
+    with mock.patch.object(load, "skeleton", changed):
         loader.load_model(out, device="cpu")
 
 

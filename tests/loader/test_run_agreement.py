@@ -16,7 +16,7 @@ from small_minimax import MINIMAX_PLAN
 
 import loader
 import shardconv
-from shardconv.libraries import diffusers as models
+from shardconv.libraries.skeleton import skeleton
 
 NAME = "qwenimage"
 
@@ -132,7 +132,7 @@ def test_building_in_threads_leaves_torch_as_it_was() -> None:
 
     def build() -> None:
         for _ in range(4):
-            models.skeleton(type(model), dict(model.config), torch.bfloat16)
+            skeleton(type(model), dict(model.config), torch.bfloat16)
             real.append(torch.nn.Linear(2, 2).weight.is_meta)
 
     threads = [threading.Thread(target=build) for _ in range(4)]

@@ -20,7 +20,7 @@ import loader
 import shardconv
 from shardconv import CheckpointError, PlanError, ShardconvError, UsageError
 from shardconv.commands import plans as listing
-from shardconv.libraries import diffusers as models
+from shardconv.libraries.choose import model_class
 from shardconv.plans.catalogue import cases
 from shardconv.trial.check import check
 
@@ -110,7 +110,7 @@ def test_contract_the_class_is_the_one_that_diffusers_makes(norm_type: Any, name
     """By the config's `norm_type`, as diffusers' own classes decide when they are built."""
     config = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "sample_size": 8, "in_channels": 4,
               "norm_num_groups": 2, "norm_type": norm_type, "num_embeds_ada_norm": 10}  # fmt: skip
-    assert models.model_class(OLD, config).__name__ == name
+    assert model_class(OLD, config).__name__ == name
     if isinstance(norm_type, str):
         config |= {"patch_size": 2} if norm_type != "layer_norm" else {}
         assert type(getattr(diffusers, OLD).from_config(config)).__name__ == name

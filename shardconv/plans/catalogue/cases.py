@@ -51,10 +51,10 @@ def build(name: str, config: Mapping[str, Any] | None = None, seed: int = 0) -> 
     """A float32 model of the class `name` in eval mode, random weights of `seed`; `config` None: the small case's."""
     import torch
 
-    from ...libraries import diffusers as models
+    from ...libraries.choose import model_class
     from . import small_models
 
-    model = models.model_class(name).from_config(dict(CASES[name].config if config is None else config))
+    model = model_class(name).from_config(dict(CASES[name].config if config is None else config))
     model = model.to(torch.float32)
     small_models.randomize(model, seed)
     return model.eval()

@@ -26,7 +26,6 @@ import shardconv
 from loader import load
 from loader.group.agreement import merged
 from loader.group.processes import has_ended, this_process
-from shardconv.libraries import diffusers as models
 
 NAME = "qwenimage21"
 SOON = 10  # seconds within which every rank must have ended
@@ -171,8 +170,8 @@ def fail_while_rank_0_builds(path: Path, marker: Path) -> str:
     """Rank 1 fails at once, while rank 0 takes three seconds to build its model; then it would go on with it."""
     rank = dist.get_rank()
     if rank == 0:
-        build = models.skeleton
-        slow = mock.patch.object(models, "skeleton", lambda *args: (time.sleep(3), build(*args))[1])
+        build = load.skeleton
+        slow = mock.patch.object(load, "skeleton", lambda *args: (time.sleep(3), build(*args))[1])
         with slow, mock.patch.object(load, "attach", side_effect=lambda *args: marker.touch()):
             loader.load_model(path, device="cpu")
     loader.load_model(path / "nowhere" if rank == 1 else path, device="cpu")

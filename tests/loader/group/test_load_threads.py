@@ -20,7 +20,7 @@ import torch.distributed as dist
 import loader
 from loader import load
 from shardconv import CheckpointError
-from shardconv.libraries import diffusers as models
+from shardconv.libraries.choose import model_class
 
 NAME = "qwenimage21"
 SOON = 10  # seconds
@@ -73,9 +73,9 @@ def test_a_class_that_fails_to_be_imported_says_why(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "diffusers.models.transformers.transformer_bria", None)
     said = r"BriaTransformer2DModel: diffusers \S+ has it but fails to import it \(\w+: import of .* halted"
     with pytest.raises(CheckpointError, match=said):
-        models.model_class("BriaTransformer2DModel")
+        model_class("BriaTransformer2DModel")
     with pytest.raises(CheckpointError, match="not one in the installed diffusers"):
-        models.model_class("Nope2DModel")
+        model_class("Nope2DModel")
 
 
 # --- on process groups ---
@@ -124,7 +124,7 @@ def test_threads_with_groups_of_their_own_load_at_the_same_time() -> None:
 def load_second(path: Path, second: str) -> tuple[list[str], str]:
     """While a first load goes on in every rank, or in rank 1 only, another call is made; and another load after all."""
     building, go_on = threading.Event(), threading.Event()
-    skeleton = models.skeleton
+    skeleton = load.skeleton
 
     def slow(*args: Any) -> Any:
         building.set()
@@ -145,7 +145,7 @@ def load_second(path: Path, second: str) -> tuple[list[str], str]:
         finally:
             go_on.set()
 
-    with mock.patch.object(models, "skeleton", slow):
+    with mock.patch.object(load, "skeleton", slow):
         found = in_threads(lambda: loader.load_model(path, device="cpu"), call)
     loader.load_model(path, device="cpu")
     return found, "loaded again"

@@ -22,13 +22,14 @@ from torch import nn
 
 import loader
 import shardconv
+from loader import load
 from loader.files.locate import find_set
 from loader.transfer import join as joining
 from shardconv.format.cut import Cut
 from shardconv.format.header import FileHeader
 from shardconv.format.manifest import Manifest
 from shardconv.format.sets import SetFile
-from shardconv.libraries import diffusers as models
+from shardconv.libraries.skeleton import kept_in_fp32
 from shardconv.plans.catalogue import small_models
 
 CPU = torch.device("cpu")
@@ -286,7 +287,7 @@ def peak_of_loading(path: Path, dtype: torch.dtype | None) -> int:
             return call
 
         reading = mock.patch.object(os, "preadv", watched(os.preadv))
-        with reading, mock.patch.object(models, "kept_in_fp32", watched(models.kept_in_fp32)):  # asked at every cast
+        with reading, mock.patch.object(load, "kept_in_fp32", watched(kept_in_fp32)):  # asked at every cast
             model = loader.load_model(path, device="cpu", dtype=dtype)
         assert model.whole.weight.numel()
         return max(highest, private_memory() - before)

@@ -9,7 +9,8 @@ import pytest
 
 from shardconv.commands.plans import row_of
 from shardconv.errors import PlanError
-from shardconv.libraries import diffusers as models
+from shardconv.libraries import skeleton as skeletons
+from shardconv.libraries.choose import model_class
 from shardconv.plans.catalogue.released import RELEASED
 from shardconv.plans.choice import class_plan
 from shardconv.plans.resolve import degrees_of, resolve
@@ -34,7 +35,7 @@ DEGREES = {
 def skeleton(name: str) -> Any:
     """The model without its weights."""
     released = RELEASED[name]
-    return models.skeleton(models.model_class(released.model_class), released.config)
+    return skeletons.skeleton(model_class(released.model_class), released.config)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
