@@ -30,6 +30,7 @@ def client(hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dic
     """This process asks `hub`, as alice, who may write to org; the value are the settings. Nothing waits."""
     import hub_clients
     import huggingface_hub.constants
+    import huggingface_hub.utils
 
     settings = hub.settings(tmp_path / "home")
     for name, value in hub_clients.constants(settings).items():

@@ -21,9 +21,9 @@ from shardconv.format.names import (
     set_folder_name,
 )
 from shardconv.format.pipeline import pipeline_components
-from shardconv.remote.hub import Repo, cache_folder, is_repo_name
+from shardconv.remote.choose import is_store_name, store_named
 from shardconv.remote.needed import component_files
-from shardconv.remote.store import Listing, RemoteFile, degrees_in
+from shardconv.remote.store import Listing, RemoteFile, Store, degrees_in
 from shardconv.remote.tokens import usable_token
 from shardconv.system.crew import stoppable
 
@@ -43,13 +43,19 @@ class Asking:
     local_files_only: bool = False
     force_download: bool = False
 
-    def repo(self, name: str) -> Repo:
+    def repo(self, name: str) -> Store:
         """The client's view of `name`. Raises `UsageError` for wishes that contradict each other."""
         if self.force_download and self.local_files_only:
             raise UsageError("force_download: fetches afresh, which local_files_only forbids; give one of them")
         cache_dir = None if self.cache_dir is None else os.fspath(self.cache_dir)
         subject = f"{name}: not a folder here, and the Hub says"
-        repo = Repo(name, usable_token(self.token), cache_dir, self.local_files_only, subject)
+        repo = store_named(
+            name,
+            token=usable_token(self.token),
+            cache_dir=cache_dir,
+            local_files_only=self.local_files_only,
+            subject=subject,
+        )
         if self.force_download and repo.offline:
             raise UsageError("force_download: fetches afresh, which HF_HUB_OFFLINE forbids; unset it, or leave it out")
         return repo
@@ -64,7 +70,7 @@ def is_repo(path: str | os.PathLike[str], ranks: Ranks) -> bool:
 
     def look() -> str:
         name = os.fspath(path)
-        return f"folder {name}" if Path(name).exists() else f"repo {name}" if is_repo_name(name) else f"nothing {name}"
+        return f"folder {name}" if Path(name).exists() else f"repo {name}" if is_store_name(name) else f"nothing {name}"
 
     places = [told.split(" ", 1) for told in exchange(ranks, look)]
     if "repo" not in {kind for kind, _ in places}:
@@ -125,9 +131,9 @@ def fetch_pipeline(name: str, given: Collection[str], variant: str | None, ranks
     return _fetch(repo, listing, own, shared, leads, ranks, asking)
 
 
-def _begin(repo: Repo, first: list[str], ranks: Ranks, asking: Asking) -> tuple[Listing, bool]:
+def _begin(repo: Store, first: list[str], ranks: Ranks, asking: Asking) -> tuple[Listing, bool]:
     """The repo at the commit that rank 0 finds, and whether this rank is the first of those that share its cache."""
-    place = _place(cache_folder(repo.cache_dir))
+    place = _place(repo.cache_folder)
 
     def ask() -> str:
         pin = partial(repo.pin, asking.revision, first, force=asking.force_download)
@@ -152,7 +158,7 @@ def _place(cache: Path) -> str:
 
 
 def _fetch(
-    repo: Repo,
+    repo: Store,
     listing: Listing,
     own: list[str],
     shared: Callable[[], list[str]],
@@ -174,7 +180,7 @@ def _fetch(
     return agree(patient, lambda: repo.fetch(listing, [*own, *shared()], heed=wanted))
 
 
-def _set_files(repo: Repo, listing: Listing, component: str, ranks: Ranks) -> tuple[list[str], list[str]]:
+def _set_files(repo: Store, listing: Listing, component: str, ranks: Ranks) -> tuple[list[str], list[str]]:
     """(own, shared) names in the repo of the set for this group. Raises `SetError` when no set fits."""
     held = degrees_in(listing, component)
     fitting = [degree for degree in held if degree % ranks.size == 0]
@@ -191,7 +197,7 @@ def _set_files(repo: Repo, listing: Listing, component: str, ranks: Ranks) -> tu
     return own, shared + ([replicated] if replicated in listing.files else [])
 
 
-def _no_set(repo: Repo, listing: Listing, component: str, held: Collection[int], size: int) -> str:
+def _no_set(repo: Store, listing: Listing, component: str, held: Collection[int], size: int) -> str:
     where = _where(repo, listing, component)
     if held:
         return (
@@ -207,7 +213,7 @@ def _no_set(repo: Repo, listing: Listing, component: str, held: Collection[int],
     return f"{where}: no converted set in it; run: shardconv convert --tp {size} {repo.name} OUT"
 
 
-def _where(repo: Repo, listing: Listing, component: str) -> str:
+def _where(repo: Store, listing: Listing, component: str) -> str:
     known = " as far as it is in the cache" if repo.offline else ""
     return f"{repo.name} at {listing.short_commit}{known}" + (f", {component}" if component else "")
 

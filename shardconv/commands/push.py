@@ -14,8 +14,10 @@ from ..format.manifest import Manifest
 from ..format.names import CONFIG_NAME, MANIFEST_NAME, MODEL_INDEX, is_set_file
 from ..remote import card
 from ..remote.access import make_ready, owed_to_sources
-from ..remote.hub import Repo, card_metadata, front_matter, is_repo_name
+from ..remote.choose import is_store_name
+from ..remote.hub import Repo
 from ..remote.hub_cache import digest_of
+from ..remote.publish import WritableRepo, card_metadata, front_matter
 from ..remote.store import Listing, RemoteFile, degrees_in
 from ..remote.tokens import usable_token
 from ..system.cores import usable_cores
@@ -85,18 +87,12 @@ def push(
         HubError: before anything is sent, when the repo is open to more people than the one that was converted, or that
             cannot be known; the Hub refuses or fails, and what was uploaded is not sent again by the next push.
     """
-    if not is_repo_name(repo_id):
-        raise UsageError(f"{repo_id}: expected a repo such as org/name")
-    if create_pr and revision:
-        raise UsageError("--create-pr: goes to main, --revision to a branch; give one of them")
-    if usable_token(token) is False:
-        raise UsageError("token: False sends none, and without one nothing can be pushed; leave it out, or give one")
+    repo = _repo(repo_id, token, revision, create_pr)
     local = sendable(Path(out), degrees)
     _check_sizes(local)
     for found in [each for place in local.sets for each in verify(place.folder, new_progress=new_progress)]:
         if found.ignored:
             tell(f"{found.path}: {', '.join(found.ignored)} not sent, hidden files are no part of a set")
-    repo = Repo(repo_id, token)
     if repo.offline:
         raise HubError(f"{repo_id}: HF_HUB_OFFLINE is set, so nothing can be sent; unset it")
     state, branch_state = _states(repo, revision)
@@ -121,9 +117,18 @@ def push(
             repo.create_branch(revision)
         return replace(report, url=_send(repo, revision or "main", units, message, create_pr, tell, made))
     except KeyboardInterrupt:
-        raise Interrupted(
-            _what_stands(report, "the pull request" if create_pr else revision or "main", made, len(units))
-        ) from None
+        where = "the pull request" if create_pr else revision or "main"
+        raise Interrupted(_what_stands(report, where, made, len(units))) from None
+
+
+def _repo(repo_id: str, token: str | bool | None, revision: str | None, create_pr: bool) -> WritableRepo:
+    if not is_store_name(repo_id):
+        raise UsageError(f"{repo_id}: expected a repo such as org/name")
+    if create_pr and revision:
+        raise UsageError("--create-pr: goes to main, --revision to a branch; give one of them")
+    if usable_token(token) is False:
+        raise UsageError("token: False sends none, and without one nothing can be pushed; leave it out, or give one")
+    return WritableRepo(repo_id, token)
 
 
 def _nbytes(content: Path | bytes) -> int:
@@ -142,7 +147,7 @@ def _check_sizes(local: Sendable) -> None:
         raise SetError(*issues)
 
 
-def _states(repo: Repo, revision: str | None) -> tuple[Listing | None, Listing | None]:
+def _states(repo: WritableRepo, revision: str | None) -> tuple[Listing | None, Listing | None]:
     """Main and the branch to push to, as they are; None for what does not exist."""
     try:
         main = repo.listing(None)
@@ -160,13 +165,15 @@ def _states(repo: Repo, revision: str | None) -> tuple[Listing | None, Listing |
         return main, None
 
 
-def _check_may_create(repo: Repo) -> None:
+def _check_may_create(repo: WritableRepo) -> None:
     name, role = repo.user()
     if role == "read":
         raise HubError(f"{repo.name}: {name}'s token may only read; use one that may write: hf auth login")
 
 
-def _changes(out: Path, local: Sendable, repo: Repo, remote: Listing, tell: Callable[[str], None]) -> list[_Unit]:
+def _changes(
+    out: Path, local: Sendable, repo: WritableRepo, remote: Listing, tell: Callable[[str], None]
+) -> list[_Unit]:
     """What differs from the repo, in the order of sending."""
     config_names = {f"{each.component}/{CONFIG_NAME}".lstrip("/") for each in local.sets}
     rest = {name: path for name, path in local.others.items() if name not in config_names}
@@ -217,7 +224,7 @@ def _set_files(remote: Listing, folder: str) -> dict[str, RemoteFile]:
 
 
 def _strangers(
-    repo: Repo, remote: Listing, component: str, sets: Sequence[SendableSet], config_changed: bool
+    repo: WritableRepo, remote: Listing, component: str, sets: Sequence[SendableSet], config_changed: bool
 ) -> dict[int, Manifest]:
     """The repo's other sets of a component, by degree; they must be of the same weights and config, as on disk."""
     ours, issues = {each.manifest.tp_degree for each in sets}, []
@@ -237,7 +244,7 @@ def _strangers(
     return others
 
 
-def _manifest_there(repo: Repo, remote: Listing, name: str) -> Manifest:
+def _manifest_there(repo: WritableRepo, remote: Listing, name: str) -> Manifest:
     try:
         return Manifest.parse(repo.read(remote, name), f"{repo.name}: {name}")
     except SetError as error:
@@ -276,7 +283,7 @@ def _packed(units: Iterable[_Unit]) -> list[_Unit]:
     return packed
 
 
-def _card(out: Path, local: Sendable, repo: Repo, remote: Listing, rows: Sequence[card.SetRow]) -> bytes | None:
+def _card(out: Path, local: Sendable, repo: WritableRepo, remote: Listing, rows: Sequence[card.SetRow]) -> bytes | None:
     """The model card as it should be; None when the repo's is so already."""
     section = card.section(repo.name, rows, MODEL_INDEX in local.others)
     if CARD in remote.files:
@@ -303,7 +310,7 @@ def _text(raw: bytes, where: str) -> str:
 
 def _rows(
     local: Sendable,
-    repo: Repo,
+    repo: WritableRepo,
     remote: Listing,
     others: Mapping[str, Mapping[int, Manifest]],
     tell: Callable[[str], None],
@@ -337,7 +344,7 @@ def _source_card(manifest: Manifest, token: str | bool | None) -> str:
 
 
 def _send(
-    repo: Repo,
+    repo: WritableRepo,
     branch: str,
     units: Iterable[_Unit],
     message: str,
@@ -356,8 +363,10 @@ def _send(
     return (made[0] if is_pull else next(filter(None, reversed(made)), "")) if made else ""
 
 
-def _send_unit(repo: Repo, branch: str, parent: str, unit: _Unit, message: str, new_pull: bool) -> tuple[str, str, str]:
-    """One commit on top of `parent`; as `Repo.commit` gives it, the URL "" when its answer was lost."""
+def _send_unit(
+    repo: WritableRepo, branch: str, parent: str, unit: _Unit, message: str, new_pull: bool
+) -> tuple[str, str, str]:
+    """One commit on top of `parent`; as `WritableRepo.commit` gives it, the URL "" when its answer was lost."""
     additions = repo.upload(branch, unit.add, new_pull)
     try:
         return repo.commit(branch, parent, message, additions, unit.delete, new_pull)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import HubError
 from .hub import Repo
+from .publish import WritableRepo
 from .store import Listing
 
 EVERYBODY, WHO_ACCEPTS, WHO_IS_LET_IN = range(3)  # who reads it: all, those who accept its terms, those whom it chooses
@@ -61,7 +62,7 @@ def owed_to_sources(repo: Repo, there: Listing | None, sources: Iterable[str], p
     return owed
 
 
-def make_ready(repo: Repo, there: Listing | None, owed: Sequence[Owed], private: bool) -> None:
+def make_ready(repo: WritableRepo, there: Listing | None, owed: Sequence[Owed], private: bool) -> None:
     """Make the repo, or the one that shows nothing yet, ready to be sent to: closed as it must be, then looked at."""
     gate = _gate_for(owed)
     if there and _access_to(there).readers >= Access(gate, False).readers:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from ..errors import CheckpointError
 from ..format.names import MANIFEST_NAME, WEIGHTS_STEM
 from ..format.weights import read_index, select_files
-from .hub import Repo
 from .snapshot import Snapshot
-from .store import Listing
+from .store import Listing, Store
 
 _ABOUT = ("LICENSE", "README", "NOTICE")
 _WEIGHTS = (
@@ -29,7 +28,7 @@ class Needed:
     weights: list[str]
 
 
-def component_files(repo: Repo, listing: Listing, components: Iterable[str], variant: str | None) -> list[str]:
+def component_files(repo: Store, listing: Listing, components: Iterable[str], variant: str | None) -> list[str]:
     """Names of all files that loading these components, uncut, reads; indexes are fetched."""
     needed = needed_files(repo, listing, components, variant)
     return [*needed.small, *needed.weights]
@@ -39,7 +38,7 @@ def is_about(name: str) -> bool:
     return "/" not in name and name.upper().startswith(_ABOUT)
 
 
-def needed_files(repo: Repo, listing: Listing, components: Iterable[str], variant: str | None) -> Needed:
+def needed_files(repo: Store, listing: Listing, components: Iterable[str], variant: str | None) -> Needed:
     needed = Needed([], [])
     for component in components:
         prefix = f"{component}/" if component else ""
@@ -62,7 +61,7 @@ def is_weights(name: str) -> bool:
 
 
 def _weights(
-    repo: Repo, listing: Listing, prefix: str, names: list[str], variant: str | None, small: list[str]
+    repo: Store, listing: Listing, prefix: str, names: list[str], variant: str | None, small: list[str]
 ) -> list[str]:
     """Weight files of one component; its index is added to `small`."""
     selection = next((found for stem in _STEMS if (found := select_files(names, variant, stem))), None)

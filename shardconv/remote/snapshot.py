@@ -11,14 +11,13 @@ from pathlib import Path
 
 from ..errors import CheckpointError, ShardconvError
 from ..format.names import MODEL_INDEX
-from .hub import Repo
-from .store import Listing
+from .store import Listing, Store
 
 
 class Snapshot:
     """A repo's files on this disk, at one commit. `folder` lives as long as this object where nothing was kept."""
 
-    def __init__(self, repo: Repo, listing: Listing, folder: Path, names: Collection[str], temporary: bool) -> None:
+    def __init__(self, repo: Store, listing: Listing, folder: Path, names: Collection[str], temporary: bool) -> None:
         self.repo = repo
         self.listing = listing
         self.folder = folder

@@ -14,15 +14,16 @@ from ..format.names import CONFIG_NAME, MODEL_INDEX
 from ..format.pipeline import pipeline_components
 from ..format.weights import check_variant
 from ..libraries.choose import library_named
-from ..remote.hub import Repo
 from ..remote.needed import Needed, is_about, is_weights, needed_files
 from ..remote.snapshot import Snapshot
-from ..remote.store import Listing
+from ..remote.store import Listing, Store
 
 HEADER_NBYTES = 128 << 10  # asked for at first; a longer header takes a second request
 
 
-def fetch(repo: Repo, revision: str | None, subfolder: str | None, variant: str | None, headers_only: bool) -> Snapshot:
+def fetch(
+    repo: Store, revision: str | None, subfolder: str | None, variant: str | None, headers_only: bool
+) -> Snapshot:
     """Bring what a conversion of `repo` reads to this disk, pinned to the commit that `revision` names now.
 
     `subfolder` limits it to one component; of a pipeline come the components that its `model_index.json` names, each
@@ -58,7 +59,7 @@ def fetch(repo: Repo, revision: str | None, subfolder: str | None, variant: str 
     return Snapshot(repo, listing, repo.fetch(listing, names), names, temporary=False)
 
 
-def _nothing_there(repo: Repo, listing: Listing, subfolder: str | None, first: Sequence[str]) -> str:
+def _nothing_there(repo: Store, listing: Listing, subfolder: str | None, first: Sequence[str]) -> str:
     names = Snapshot(repo, listing, Path(), (), temporary=False).names_in(subfolder or "")
     if any(map(is_weights, names)):
         return no_config(f"{'/'.join(filter(None, (repo.name, subfolder)))} at {listing.short_commit}", names)
@@ -66,7 +67,7 @@ def _nothing_there(repo: Repo, listing: Listing, subfolder: str | None, first: S
     return f"{repo.name}: nothing to convert in {place}, it has no {absent}; check the name"
 
 
-def _headers_only(repo: Repo, listing: Listing, needed: Needed, cut: Collection[str]) -> Snapshot:
+def _headers_only(repo: Store, listing: Listing, needed: Needed, cut: Collection[str]) -> Snapshot:
     folder = Path(tempfile.mkdtemp(prefix="shardconv-headers-"))
     names = [name for name in (*needed.small, *needed.weights) if name in listing.files]
     snapshot = Snapshot(repo, listing, folder, names, temporary=True)
@@ -84,7 +85,7 @@ def _headers_only(repo: Repo, listing: Listing, needed: Needed, cut: Collection[
     return snapshot
 
 
-def _header(repo: Repo, listing: Listing, name: str) -> bytes:
+def _header(repo: Store, listing: Listing, name: str) -> bytes:
     """The bytes of a safetensors file before its data, or its first ones when it is no such file."""
     start = repo.read_start(listing, name, min(HEADER_NBYTES, max(1, listing.files[name].nbytes)))
     end = 8 + int.from_bytes(start[:8], "little")

@@ -62,10 +62,10 @@ def locate(
     name = os.fspath(source)
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
         raise CheckpointError(f"{name}: no such folder; give a diffusers folder or a Hub repo id such as org/name")
-    from ..remote.hub import Repo
+    from ..remote.choose import store_named
     from .fetch import fetch
 
-    repo = Repo(name, subject=f"{name}: not a folder here, and the Hub says")
+    repo = store_named(name, subject=f"{name}: not a folder here, and the Hub says")
     try:
         snapshot = fetch(repo, revision, subfolder, variant, headers_only)
     except CheckpointError as error:

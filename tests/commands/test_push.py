@@ -532,14 +532,14 @@ def test_ctrl_c_tells_what_the_repo_shows(
     monkeypatch.setattr(pushing, "COMMIT_FILES", 5)
     if flags:
         hub.add_repo(REPO)
-    real, called = getattr(pushing.Repo, step), itertools.count()
+    real, called = getattr(pushing.WritableRepo, step), itertools.count()
 
     def stopped(self: Any, *args: Any) -> Any:
         if next(called) == calls:
             raise KeyboardInterrupt
         return real(self, *args)
 
-    monkeypatch.setattr(pushing.Repo, step, stopped)
+    monkeypatch.setattr(pushing.WritableRepo, step, stopped)
     assert main(["push", "--quiet", *flags, str(component), REPO]) == 130
     said = capsys.readouterr().err
     assert re.match(f"shardconv: stopped; {REPO}: {stands}", said), said
