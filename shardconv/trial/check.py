@@ -77,7 +77,7 @@ def _subject(subject: str) -> tuple[str, Mapping[str, Any] | None]:
     if name not in CASES:
         unknown = (
             "no folder, and no class whose inputs are known; shardconv plans lists the classes, "
-            "shardconv/catalogue/cases.py has their inputs"
+            "shardconv/plans/catalogue/cases has their inputs"
         )
         raise UsageError(f"{subject}: {renamed(name) or unknown}")
     return name, None if config is None else _few_layers(config, CASES[name].config)

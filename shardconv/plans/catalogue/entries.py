@@ -1,4 +1,4 @@
-"""The entries. A newcomer adds one here and its case in `cases.py`; the tests go over both.
+"""The entries. A newcomer adds one here and its case in `cases/`; the tests go over both.
 
 How to read one: `under(prefix, parts...)` puts a prefix before every key of the parts. `C` is colwise, `R` rowwise,
 `F` colwise in as many equal parts as the layer after it takes one of (gate and up, queries, keys and values, or one
