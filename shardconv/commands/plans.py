@@ -47,6 +47,16 @@ def rows() -> Iterator[Row]:
         yield row_of(model)
 
 
+def added_classes() -> int:
+    """How many classes have a plan that the catalogue brings, not diffusers."""
+    return sum(bool(entry.plan) for entry in ENTRIES.values())
+
+
+def released_models() -> int:
+    """How many released models the catalogue has the configuration of."""
+    return len(RELEASED)
+
+
 def _skeleton(cls: Any, config: Mapping[str, Any] | None) -> Any:
     from ..errors import CheckpointError
     from ..libraries import diffusers as models
