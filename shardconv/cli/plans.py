@@ -113,10 +113,11 @@ def _as_json(row: Row) -> dict[str, object]:
 def as_page(listed: Sequence[Row]) -> str:
     """The page docs/classes.md, in Markdown."""
     head = PAGE_HEAD.format(added=added_classes(), total=len(listed), released=released_models())
-    return head + "\n".join(map(_as_cells, listed)) + "\n" + PAGE_TAIL
+    return head + "\n".join(map(as_cells, listed)) + "\n" + PAGE_TAIL
 
 
-def _as_cells(row: Row) -> str:
+def as_cells(row: Row) -> str:
+    """The line of that page for one class."""
     plain = [f"{row.replicated_share:.0%}", human(row.rank_nbytes)]
     lean = [f"{row.lean_replicated_share:.0%}", human(row.lean_rank_nbytes)]
     needs = " ".join(LETTERS[word] for word in row.needs) or "-"

@@ -34,17 +34,26 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    """Every class of the catalogue, by a released model of it, its default configuration, or else its small case."""
-    from ..libraries import diffusers as models
+    """Every class of the catalogue that the installed diffusers has."""
+    return map(class_row, class_names())
 
-    released = {each.model_class: each.config for each in reversed([*RELEASED.values()])}
+
+def class_names() -> list[str]:
+    """The classes that `rows` goes over, in its order."""
     import diffusers
 
-    for name in (name for name in sorted(ENTRIES) if hasattr(diffusers, name)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecations inside diffusers' own classes
-            model = _skeleton(models.model_class(name), released.get(name))
-        yield row_of(model)
+    return [name for name in sorted(ENTRIES) if hasattr(diffusers, name)]
+
+
+def class_row(name: str) -> Row:
+    """One class, by the first released model of it, its default configuration, or else its small case."""
+    from ..libraries import diffusers as models
+
+    released = next((each.config for each in RELEASED.values() if each.model_class == name), None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations inside diffusers' own classes
+        model = _skeleton(models.model_class(name), released)
+    return row_of(model)
 
 
 def added_classes() -> int:
