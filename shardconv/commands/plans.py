@@ -34,15 +34,36 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    """Every class of the catalogue, by a released model of it, its default configuration, or else its small case."""
-    from ..libraries.choose import LIBRARIES, model_class
+    """Every class of the catalogue that the installed diffusers has."""
+    return map(class_row, class_names())
 
-    released = {each.model_class: each.config for each in reversed([*RELEASED.values()])}
-    for name in (name for name in sorted(ENTRIES) if any(library.find(name) for library in LIBRARIES)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecations inside diffusers' own classes
-            model = _skeleton(model_class(name), released.get(name))
-        yield row_of(model)
+
+def class_names() -> list[str]:
+    """The classes that `rows` goes over, in its order."""
+    from ..libraries.choose import LIBRARIES
+
+    return [name for name in sorted(ENTRIES) if any(library.find(name) for library in LIBRARIES)]
+
+
+def class_row(name: str) -> Row:
+    """One class, by the first released model of it, its default configuration, or else its small case."""
+    from ..libraries.choose import model_class
+
+    released = next((each.config for each in RELEASED.values() if each.model_class == name), None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecations inside diffusers' own classes
+        model = _skeleton(model_class(name), released)
+    return row_of(model)
+
+
+def added_classes() -> int:
+    """How many classes have a plan that the catalogue brings, not diffusers."""
+    return sum(bool(entry.plan) for entry in ENTRIES.values())
+
+
+def released_models() -> int:
+    """How many released models the catalogue has the configuration of."""
+    return len(RELEASED)
 
 
 def _skeleton(cls: Any, config: Mapping[str, Any] | None) -> Any:

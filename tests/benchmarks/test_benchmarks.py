@@ -102,7 +102,7 @@ def test_convert(run):
 
 
 @pytest.mark.slow
-def test_load(run):
+def test_j5_load_cold_and_warm(run):
     """Every way to load that is installed gives the same tensors, warm and cold."""
     found = run(bench_load, "load", "--tp", "2")
     for table in (0, 1):

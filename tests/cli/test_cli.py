@@ -38,7 +38,7 @@ FLAGS = {
         "OUT", "REPO_ID", "--help", "--private", "--revision", "--create-pr", "--degrees", "--commit-message",
         "--dry-run", "--json", "--quiet",
     ],
-    "plans": ["--help", "--json"],
+    "plans": ["--help", "--json", "--markdown"],
     "check": ["SUBJECT", "--help", "--tp", "--plan", "--json"],
     "demo": ["--help", "--model", "--keep"],
 }  # fmt: skip

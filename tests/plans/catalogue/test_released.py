@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shardconv.cli.plans import as_cells
 from shardconv.commands.plans import row_of
 from shardconv.errors import PlanError
 from shardconv.libraries import skeleton as skeletons
@@ -14,6 +16,8 @@ from shardconv.libraries.choose import model_class
 from shardconv.plans.catalogue.released import RELEASED
 from shardconv.plans.choice import class_plan
 from shardconv.plans.resolve import degrees_of, resolve
+
+CLASSES = Path(__file__).parents[3] / "docs" / "classes.md"
 
 # What divides the heads, the kv heads and the widths of each, worked out by hand.
 DEGREES = {
@@ -45,7 +49,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", RELEASED)
 def test_degrees_and_sizes(name: str) -> None:
     """The config is the released one by its number of parameters; the degrees are those that divide everything; a rank
-    holds its share of what is cut and all of the rest."""
+    holds its share of what is cut and all of the rest. docs/classes.md says so of the first model of each class."""
     model = skeleton(name)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     assert parameters / 1e9 == pytest.approx(RELEASED[name].parameters, abs=0.006)
@@ -54,6 +58,8 @@ def test_degrees_and_sizes(name: str) -> None:
     assert row.nbytes == 2 * parameters
     whole = row.replicated_share * row.nbytes
     assert row.rank_nbytes == pytest.approx(whole + (row.nbytes - whole) / DEGREES[name][-1], rel=1e-6)
+    if RELEASED[name] is next(each for each in RELEASED.values() if each.model_class == RELEASED[name].model_class):
+        assert as_cells(row) in CLASSES.read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.slow
