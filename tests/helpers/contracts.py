@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Name:
-    """`path` is a module and attributes of it, dotted; `takes` are parameters that we pass; `user` is a file of ours."""
+    """`path` is a module and attributes of it, dotted; `takes` are parameters that we pass; `user` a file of ours."""
 
     path: str
     user: str
