@@ -1,10 +1,14 @@
 """What holds for every test: no network, and one torch thread in this process and in every process it starts.
 
+Imports leave a million objects that live to the end: the garbage collector is kept from walking through them again and
+again.
+
 Tests of the Hub take the fixtures `hub`, a stand-in on this machine, and `client`, which makes this process its client.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +18,16 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # read by torch when it is imported, which many tests never do
     os.environ[_name] = "1"
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)  # no certificates: each client would load some hundred, for http
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """All is imported: from here on only what tests make is garbage to look for."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -69,6 +69,7 @@ def _islands(model: Any) -> None:
     model.time_embedders = torch.nn.Linear(4, 4)  # not the same word as time_embedder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_d1_the_modules_a_class_wants_in_fp32_stay_there(
@@ -152,6 +153,7 @@ def _exotic(model: Any) -> None:
         model.register_buffer(name, torch.zeros(shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, "bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("self_contained", [False, True], ids=["shared", "self-contained"])
 def test_d4_other_dtypes_are_copied_as_raw_bytes(
@@ -166,6 +168,7 @@ def test_d4_other_dtypes_are_copied_as_raw_bytes(
         assert {key: held[key] for key in EXOTIC} == EXOTIC
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"])
 @pytest.mark.parametrize("dtype", [None, "bf16", "fp16", "fp32"])
 def test_bare_float8_is_cast_like_any_float(
@@ -188,6 +191,7 @@ def test_bare_float8_is_cast_like_any_float(
     verify(tmp_path / "out", source=tmp_path / "in")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "itemsize"), [("F8_E4M3", 1), ("F8_E8M0", 1), ("I8", 1), ("U16", 2), ("C64", 8), ("F64", 8)]
 )
@@ -209,6 +213,7 @@ def test_d4_a_planned_layer_of_any_whole_byte_dtype_is_cut(
             assert held[f"blocks.0.attn.{leaf}.weight"] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "bits_each"), [("F4", 4), ("F6_E2M3", 6)])
 @pytest.mark.parametrize("leaf", ["to_q", "to_out.0"])
 def test_d4_a_planned_layer_of_less_than_a_byte_is_never_written_wrong(

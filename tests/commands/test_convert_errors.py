@@ -212,6 +212,7 @@ def test_out_is_the_source(source: Path, refused: Refused) -> None:
     assert refused(OutputError, to=dotted) == f"{dotted}: {said}"
 
 
+@pytest.mark.slow
 def test_out_is_the_pipeline_that_holds_the_source(
     flux: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -240,6 +241,7 @@ def test_i2_foreign_files_in_the_target_are_not_touched(out: Path, refused: Refu
     assert refused(OutputError, overwrite=True) == said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["rank-lora.safetensors", "rank-0-of-2.safetensors", "rank-00000-of-00002-old.safetensors"]
 )
@@ -518,6 +520,7 @@ def no_space() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [False, True], ids=["fresh", "beside-another"])
 @pytest.mark.parametrize("after", [0, 1_000_000])
 def test_e10_a_disk_that_fills_up_in_mid_write_leaves_nothing(

@@ -149,6 +149,7 @@ def test_every_slice_equals_plain_torch_slicing(
             assert same(state[key], torch_slice(made.model, plan, key, tensor, rank, tp)), key
 
 
+@pytest.mark.slow
 @LAYOUTS
 @TP
 @MODELS
@@ -204,6 +205,7 @@ def test_a_self_contained_set_holds_every_whole_tensor_once_per_rank(
     assert held == sum(tensor.nbytes for tensor in whole.values()) + (tp - 1) * replicated
 
 
+@pytest.mark.slow
 @LAYOUTS
 @MODELS
 def test_a11_two_conversions_are_byte_identical(
@@ -263,6 +265,7 @@ def test_contract_the_resolver_agrees_with_diffusers(name: str) -> None:
         }
 
 
+@pytest.mark.slow
 @MODELS
 def test_contract_the_resolver_refuses_what_diffusers_refuses(name: str) -> None:
     """A degree at which diffusers would cut a block unevenly is refused here too."""
@@ -279,6 +282,7 @@ def test_contract_the_resolver_refuses_what_diffusers_refuses(name: str) -> None
     assert {3, 5, 7} < set(refused)
 
 
+@pytest.mark.slow
 @LAYOUTS
 @TP
 def test_a_plan_for_minimax_h3_slices_as_torch_does(tmp_path: Path, tp: int, self_contained: bool) -> None:
@@ -297,6 +301,7 @@ def test_a_plan_for_minimax_h3_slices_as_torch_does(tmp_path: Path, tp: int, sel
     assert styles == ({True} if tp == 1 else {True, False})
 
 
+@pytest.mark.slow
 def test_contract_the_skeleton_has_the_names_and_shapes_of_the_real_model() -> None:
     """The meta-device model that conversions are checked against has the state dict of the real one, to the shape."""
     for name in small_models.NAMES:

@@ -71,6 +71,7 @@ def test_the_transformer_is_sharded_and_the_rest_is_linked(pipe: Path, out: Path
         assert path.read_bytes() == (out / "transformer" / "tp2" / path.name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_parts_that_are_not_sharded_still_load(pipe: Path, out: Path) -> None:
     """Everything but the transformer loads from OUT with diffusers as it stands."""
     convert(pipe, out, tp=2)
@@ -79,6 +80,7 @@ def test_the_parts_that_are_not_sharded_still_load(pipe: Path, out: Path) -> Non
     assert loaded.text_encoder_2 is not None
 
 
+@pytest.mark.slow
 def test_across_file_systems_the_rest_is_copied(pipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a hard link is impossible the files are copied, byte for byte, and a rerun leaves the copies alone."""
 
@@ -99,6 +101,7 @@ def refuse_links(source: object, target: object, **options: object) -> None:
     raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()])
 def test_a_copy_cut_short_does_not_stand_in_the_way_of_a_rerun(
     pipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
@@ -123,6 +126,7 @@ def test_a_copy_cut_short_does_not_stand_in_the_way_of_a_rerun(
         assert (out / name).read_bytes() == (pipe / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_e2_a_copy_that_was_killed_leaves_nothing_after_the_rerun(pipe: Path, out: Path) -> None:
     """SIGKILL in the middle of a copy: no half file under its final name, and no half file at all after the rerun."""
 
@@ -144,6 +148,7 @@ def test_e2_a_copy_that_was_killed_leaves_nothing_after_the_rerun(pipe: Path, ou
     assert toys.contents(out) == toys.contents(out.with_name("undisturbed"))
 
 
+@pytest.mark.slow
 def test_a_copy_waits_for_another_process_that_makes_it(pipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two degrees of one pipeline at once, on a disk without hard links: neither writes into the other's half file."""
     monkeypatch.setattr(os, "link", refuse_links)
@@ -220,6 +225,7 @@ def test_subfolder_takes_that_component_alone(pipe: Path, out: Path) -> None:
     assert {path.name for path in (out / "transformer").iterdir()} == {"config.json", "tp2"}
 
 
+@pytest.mark.slow
 def test_a_second_degree_is_added_beside_the_first(pipe: Path, out: Path) -> None:
     """tp 4 beside tp 2: both complete, nothing of the first is touched, and linked files are left alone."""
     convert(pipe, out, tp=2)
@@ -256,6 +262,7 @@ def test_a_pipeline_without_a_class_that_has_a_plan(
     assert message.endswith("give a plan with --subfolder COMPONENT --plan FILE")
 
 
+@pytest.mark.slow
 def test_b4_a_variant_falls_back_component_by_component(pipe: Path, out: Path) -> None:
     """A component without files of the variant gives its default ones, with a warning that names it; one that has them
     gives only those."""
@@ -302,6 +309,7 @@ def test_b4_a_variant_of_a_component_that_is_not_sharded(pipe: Path, out: Path) 
         convert(pipe, out.with_name("alone"), tp=2, variant="fp16", subfolder="transformer")
 
 
+@pytest.mark.slow
 def test_every_sharded_component_is_checked_before_one_is_written(
     pipe: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -329,6 +337,7 @@ def test_two_sharded_components_are_both_reported(pipe: Path, out: Path, capsys:
     ]
 
 
+@pytest.mark.slow
 def test_ctrl_c_between_two_components_tells_what_stands(
     pipe: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,6 +393,7 @@ def test_h1_the_links_of_a_hub_cache_come_out_as_files(pipe: Path, out: Path) ->
     assert not any(path.is_symlink() for path in out.rglob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"../x": ["diffusers", "FluxTransformer2DModel"]}'])
 def test_a_broken_model_index_is_refused(pipe: Path, out: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     """A model_index.json that is no map of component names is named, and nothing is written."""
@@ -418,6 +428,7 @@ def sparse(folder: Path) -> None:
         os.truncate(path, nbytes)
 
 
+@pytest.mark.slow
 def test_a_dry_run_writes_nothing_and_reads_no_weights(
     pipe: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -479,6 +490,7 @@ def test_g8_a_dry_run_says_what_each_rank_would_hold(pipe: Path, out: Path, caps
     assert f"{entry['replicated_share']:.0%} of it stays replicated" in text
 
 
+@pytest.mark.slow
 def test_a_dry_run_finds_every_fault_that_a_run_would(
     pipe: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -489,6 +501,7 @@ def test_a_dry_run_finds_every_fault_that_a_run_would(
     assert "ordinary weights" in toys.refused(capsys, OutputError, pipe, out, tp=2, dry_run=True)
 
 
+@pytest.mark.slow
 def test_a_dry_run_over_another_set_says_that_overwrite_is_needed(
     pipe: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

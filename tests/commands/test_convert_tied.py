@@ -44,6 +44,7 @@ def test_k1_both_names_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p
         assert torch.equal(made[EMBED], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [PLAN, BOTH], ids=["replicated", "sharded"])
 @pytest.mark.parametrize(("stored", "dropped"), [(HEAD, EMBED), (EMBED, HEAD)])
 def test_k1_one_name_stored(
@@ -71,6 +72,7 @@ def test_k1_a_name_missing_from_both_is_missing(
     assert f"{HEAD}: the model has it, the checkpoint does not" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [PLAN, BOTH], ids=["replicated", "sharded"])
 def test_k1_two_names_with_different_bytes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: dict[str, object]
@@ -93,6 +95,7 @@ def test_k1_two_names_with_different_bytes_are_refused(
     assert toys.contents(tmp_path) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("without", [None, HEAD, EMBED])
 @pytest.mark.parametrize(("planned", "other"), [("head", "embed"), ("embed", "head")])
 def test_k1_a_plan_that_shards_one_name_only_is_refused(

@@ -203,6 +203,7 @@ def test_a_lone_file_is_drawn(out: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert {RANK_1, "this file"} <= set(_texts(_drawn(tmp_path / "a.svg")))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.tuples(st.text(max_size=200), st.integers(0, 10**15)), max_size=4),

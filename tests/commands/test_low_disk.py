@@ -56,6 +56,7 @@ def leftovers(root: Path) -> list[Path]:
     return [path for path in root.rglob(".*") if path.name.endswith((".source", ".partial"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [PART, {"tp": 2}])
 def test_the_result_is_that_of_an_ordinary_conversion(
     hub: StandInHub, repo: Repo, client: Any, tmp_path: Path, options: dict[str, Any]
@@ -75,6 +76,7 @@ def test_the_result_is_that_of_an_ordinary_conversion(
     assert toys.contents(tmp_path / "scarce") == toys.contents(tmp_path / "ordinary")
 
 
+@pytest.mark.slow
 def test_the_disk_holds_the_output_and_one_file(
     hub: StandInHub, repo: Repo, client: Any, tmp_path: Path, pipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +97,7 @@ def test_the_disk_holds_the_output_and_one_file(
     assert max(seen) <= disk(tmp_path / "out") + largest + 100_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["run", "download"])
 def test_ctrl_c_leaves_nothing_or_says_what_stands(
     hub: StandInHub, repo: Repo, client: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, step: str
@@ -164,6 +167,7 @@ def test_killed_and_run_again_no_finished_file_is_downloaded_again(
     assert toys.contents(out) == toys.contents(tmp_path / "ordinary")
 
 
+@pytest.mark.slow
 def test_a_lost_connection_keeps_what_is_converted(hub: StandInHub, repo: Repo, client: Any, tmp_path: Path) -> None:
     """The third file cannot be had: an error, no set, and the next run fetches the third only. An altered one is not
     used either."""

@@ -41,7 +41,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("self_contained", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.parametrize("chunk", [1000, 8 << 20])
+@pytest.mark.parametrize("chunk", [pytest.param(10_007, marks=pytest.mark.slow), 8 << 20])
 def test_convert_then_merge_is_the_identity(
     source: Path, tmp_path: Path, tp: int, self_contained: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,6 +53,7 @@ def test_convert_then_merge_is_the_identity(
     assert (tmp_path / "merged" / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", small_models.NAMES)
 def test_diffusers_loads_what_merge_writes(tmp_path: Path, name: str) -> None:
     """A merged folder is an ordinary checkpoint: `from_pretrained` gives the model that was converted."""
@@ -115,6 +116,7 @@ INSIDE = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_i2_a_set_is_not_merged_into_itself(source: Path, tmp_path: Path) -> None:
     """OUT as the set, its component or its pipeline, in it or around it, under any name: refused, nothing written."""
     out = pipeline(source, tmp_path / "out")
@@ -227,6 +229,7 @@ def test_a_size_that_is_none_is_a_usage_error(text: str) -> None:
         parse_size(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "verb", "said"),
     [

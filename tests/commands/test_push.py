@@ -126,6 +126,7 @@ def test_a_push_makes_the_repo_hold_what_is_here(hub: StandInHub, client: Any, c
     assert not repo.private
 
 
+@pytest.mark.slow
 def test_a_second_push_sends_nothing(hub: StandInHub, client: Any, pipeline: Path) -> None:
     """With nothing changed only questions are asked."""
     shardconv.push(pipeline, REPO)
@@ -137,6 +138,7 @@ def test_a_second_push_sends_nothing(hub: StandInHub, client: Any, pipeline: Pat
     assert len(hub.repos[REPO].commits) == commits
 
 
+@pytest.mark.slow
 def test_a_pipeline_goes_along_whole(hub: StandInHub, client: Any, pipeline: Path) -> None:
     """The other components, model_index.json and the licence are sent as they are; the source's card is not."""
     shardconv.push(pipeline, REPO, private=True)
@@ -148,6 +150,7 @@ def test_a_pipeline_goes_along_whole(hub: StandInHub, client: Any, pipeline: Pat
     assert hub.repos[REPO].private
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("junk", [
     "tp2/.tmpAbC123", "tp2/notes.txt", ".tp8.partial/rank-00000-of-00008.safetensors", "secret.env", ".env",
     ".git/config", "diffusion_pytorch_model.safetensors", "tp2/rank-00000-of-00003.safetensors",
@@ -167,6 +170,7 @@ def test_e3_what_no_manifest_lists_is_never_sent(hub: StandInHub, client: Any, o
     assert "tp4" in check_whole(hub.repos[REPO])
 
 
+@pytest.mark.slow
 def test_h5_garbage_left_by_an_uploader_is_no_matter(hub: StandInHub, client: Any, pipeline: Path) -> None:
     """State files of another upload tool, damaged, in the folder and in a component: not read, not sent."""
     for folder in (pipeline, pipeline / "vae"):
@@ -177,6 +181,7 @@ def test_h5_garbage_left_by_an_uploader_is_no_matter(hub: StandInHub, client: An
     assert not [name for name in hub.repos[REPO].files() if ".cache" in name]
 
 
+@pytest.mark.slow
 def test_degrees_choose_the_sets(hub: StandInHub, client: Any, component: Path, capsys: Any) -> None:
     """`--degrees 4` sends that set alone; a degree that is not there is a mistake of the command line."""
     assert main(["push", "--quiet", "--degrees", "4", str(component), REPO]) == 0
@@ -186,6 +191,7 @@ def test_degrees_choose_the_sets(hub: StandInHub, client: Any, component: Path, 
     assert "expected tp degrees such as 4,8" in refused(capsys, "--degrees", "two", component, REPO, code=2)
 
 
+@pytest.mark.slow
 def test_a_replaced_set_goes_in_the_same_commit(hub: StandInHub, client: Any, out: Path) -> None:
     """A set converted anew takes the place of the old one in one step; files of others, and other sets, stay."""
     shardconv.push(out, REPO)
@@ -205,6 +211,7 @@ def test_a_replaced_set_goes_in_the_same_commit(hub: StandInHub, client: Any, ou
     assert check_whole(repo) == ["tp2", "tp4"]
 
 
+@pytest.mark.slow
 def test_a_branch_and_a_pull_request(hub: StandInHub, client: Any, component: Path) -> None:
     """`revision` makes the branch; `create_pr`, and going on with that one, need no write access; main stays."""
     repo = hub.add_repo(REPO, {"config.json": (component / "config.json").read_bytes()})
@@ -225,6 +232,7 @@ def test_a_branch_and_a_pull_request(hub: StandInHub, client: Any, component: Pa
     assert writes(hub) == []
 
 
+@pytest.mark.slow
 def test_a_push_of_many_files_takes_several_commits(
     hub: StandInHub, client: Any, pipeline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +247,7 @@ def test_a_push_of_many_files_takes_several_commits(
     assert shardconv.push(pipeline, REPO, create_pr=True).sent == {}
 
 
+@pytest.mark.slow
 def test_large_files_go_in_parts(hub: StandInHub, client: Any, component: Path) -> None:
     """Where the Hub asks for parts they are sent, and make up the file."""
     hub.part_nbytes = 500_000
@@ -279,6 +288,7 @@ def test_a_dry_run_asks_only(hub: StandInHub, client: Any, component: Path, caps
 # The card
 
 
+@pytest.mark.slow
 def test_a_new_card_says_what_it_is(hub: StandInHub, client: Any, pipeline: Path) -> None:
     """Front matter: base model, tags, the source's licence and gate; then the degrees with bytes, and how to load."""
     from_hub(pipeline, "their/flux", "0" * 40)
@@ -309,6 +319,7 @@ def from_hub(pipeline: Path, repo: str, commit: str) -> None:
         path.write_text(replace(manifest, source=source).to_json())
 
 
+@pytest.mark.slow
 def test_an_existing_card_is_kept(hub: StandInHub, client: Any, component: Path, out: Path) -> None:
     """Only what stands between our markers is ours; without markers the section comes at the end."""
     theirs = "---\nlicense: mit\n---\n# Mine\n\nWords.\n"
@@ -362,6 +373,7 @@ def link_out(out: Path) -> None:
     (out / "config.json").symlink_to(outside)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -399,6 +411,7 @@ def test_h6_a_file_over_the_limit_is_refused(
     assert hub.log == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exists", [True, False])
 @pytest.mark.parametrize(
     ("user", "words"),
@@ -420,6 +433,7 @@ def test_without_write_access_nothing_is_sent(
     assert list(hub.repos) == ([REPO] if exists else [])
 
 
+@pytest.mark.slow
 def test_sets_of_other_weights_are_not_mixed(hub: StandInHub, client: Any, component: Path, tmp_path: Path) -> None:
     """A repo that holds a set of another model's weights, or another config, is left alone."""
     shardconv.push(component, REPO, degrees=[4])
@@ -434,6 +448,7 @@ def test_sets_of_other_weights_are_not_mixed(hub: StandInHub, client: Any, compo
     assert writes(hub) == []
 
 
+@pytest.mark.slow
 def test_a_damaged_set_in_the_repo_is_named(hub: StandInHub, client: Any, component: Path) -> None:
     """What stands beside the pushed set cannot be judged: one sentence, nothing sent; pushed along, it is mended."""
     repo = hub.add_repo(REPO, {"tp4/shardconv.json": b"{half a manif"})
@@ -473,6 +488,7 @@ def test_h3_a_permanent_refusal_ends_at_once(hub: StandInHub, client: Any, compo
     assert check_whole(hub.repos[REPO]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where", ["/commit/", "/api/models/[^/]+/[^/]+$", "/api/repos/create", "/preupload/", "/batch"]
 )
@@ -485,6 +501,7 @@ def test_h3_a_busy_hub_is_waited_for(hub: StandInHub, client: Any, component: Pa
     assert check_whole(hub.repos[REPO]) == ["tp2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "words"),
     [
@@ -512,6 +529,7 @@ def test_a_commit_whose_answer_was_lost_is_not_made_twice(hub: StandInHub, clien
     assert check_whole(hub.repos[REPO]) == ["tp2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "calls", "flags", "stands"),
     [
@@ -546,6 +564,7 @@ def test_ctrl_c_tells_what_the_repo_shows(
     assert "half-done" not in said
 
 
+@pytest.mark.slow
 def test_somebody_else_pushing_meanwhile_is_noticed(hub: StandInHub, client: Any, component: Path, capsys: Any) -> None:
     """A commit between our look and our commit: refused by the Hub, nothing of theirs is lost."""
     repo = hub.add_repo(REPO)
@@ -563,6 +582,7 @@ def test_somebody_else_pushing_meanwhile_is_noticed(hub: StandInHub, client: Any
     assert "theirs" in repo.files()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part_nbytes", [None, 400_000])
 def test_h4_what_arrived_is_not_sent_again(
     hub: StandInHub, client: Any, component: Path, capsys: Any, part_nbytes: int | None

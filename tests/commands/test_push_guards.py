@@ -40,6 +40,7 @@ def pushed(repo: Repo) -> bool:
     return any(name.endswith(".safetensors") for name in repo.files())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gate", "there"), [("auto", ""), ("manual", ""), ("manual", "auto")])
 def test_a_gated_source_is_not_published_more_openly(
     hub: StandInHub, client: Any, out: Path, gate: str, there: str
@@ -57,6 +58,7 @@ def test_a_gated_source_is_not_published_more_openly(
     assert pushed(repo)
 
 
+@pytest.mark.slow
 def test_a_gate_that_failed_once_is_closed_by_the_next_push(hub: StandInHub, client: Any, out: Path) -> None:
     """The repo is created, gating it fails: nothing was sent, and the next push gates it first."""
     hub.add_repo(SOURCE, gated="auto")
@@ -70,6 +72,7 @@ def test_a_gate_that_failed_once_is_closed_by_the_next_push(hub: StandInHub, cli
     assert paths.index(f"/api/models/{REPO}/settings") < next(i for i, path in enumerate(paths) if "/upload/" in path)
 
 
+@pytest.mark.slow
 def test_a_source_that_cannot_be_asked_is_taken_for_gated(hub: StandInHub, client: Any, out: Path) -> None:
     """The source is gone, or not ours to see: refused with the reason, unless the target is gated already."""
     repo = hub.add_repo(REPO)
@@ -113,6 +116,7 @@ def come_from(out: Path, *sources: str) -> None:
         (folder / "shardconv.json").write_text(replace(manifest, source=source).to_json())
 
 
+@pytest.mark.slow
 def test_a_gated_source_may_go_to_a_private_repo(hub: StandInHub, client: Any, out: Path) -> None:
     """Nobody can read there whom its owner did not let in."""
     hub.add_repo(SOURCE, gated="manual")
@@ -121,6 +125,7 @@ def test_a_gated_source_may_go_to_a_private_repo(hub: StandInHub, client: Any, o
     assert pushed(repo)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "options"),
     [
@@ -150,6 +155,7 @@ def test_any_fault_of_asking_for_the_gate_closes_it(
     assert pushed(hub.repos["org/new"])
 
 
+@pytest.mark.slow
 def test_the_strictest_of_several_sources_counts(hub: StandInHub, client: Any, out: Path) -> None:
     """Two sets of two repos: a new repo is gated as the stricter; every source that asks for more is named."""
     shardconv.reshard(out, out, tp=4)
@@ -164,6 +170,7 @@ def test_the_strictest_of_several_sources_counts(hub: StandInHub, client: Any, o
     assert len(caught.value.issues) == 2
 
 
+@pytest.mark.slow
 def test_an_empty_repo_is_gated_before_anything_is_sent(hub: StandInHub, client: Any, out: Path) -> None:
     """One that shows nothing yet, and is gated less than it must be."""
     hub.add_repo(SOURCE, gated="manual")
@@ -192,6 +199,7 @@ def test_a_gate_that_is_not_there_after_all_stops_the_push(
 # Damaged repos
 
 
+@pytest.mark.slow
 def test_a_set_without_rank_files_is_left_off_the_card(hub: StandInHub, client: Any, out: Path, capsys: Any) -> None:
     """A manifest alone, beside what is pushed: one sentence, no crash, and the card does not offer it."""
     hub.add_repo(SOURCE)
@@ -206,6 +214,7 @@ def test_a_set_without_rank_files_is_left_off_the_card(hub: StandInHub, client: 
     assert "| 4 |" not in repo.files()["README.md"].data.decode()
 
 
+@pytest.mark.slow
 def test_a_set_that_lacks_a_file_is_no_set(hub: StandInHub, client: Any, out: Path, capsys: Any) -> None:
     """A repo's set of another degree with one file missing or short is left off the card; to load it is refused by
     what it lacks."""
@@ -227,6 +236,7 @@ def test_a_set_that_lacks_a_file_is_no_set(hub: StandInHub, client: Any, out: Pa
         repo.commit(whole, "mended")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
@@ -272,6 +282,7 @@ def test_a_remote_manifest_is_bounded(hub: StandInHub, client: Any, out: Path) -
         shardconv.push(out, REPO)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [".DS_Store", ".nfs0001", ".shardconv.json.swp", "._rank"])
 def test_hidden_files_are_never_sent_and_stop_nothing(
     hub: StandInHub, client: Any, out: Path, name: str, capsys: Any
@@ -293,6 +304,7 @@ def test_hidden_files_are_never_sent_and_stop_nothing(
     assert main(["verify", "--quiet", str(out)]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", [True, False])
 def test_hidden_files_outlive_a_replaced_set(out: Path, monkeypatch: Any, exchange: bool) -> None:
     """`--overwrite` takes them over, files and folders, as does a second kill-free run; nothing is left beside the
@@ -322,6 +334,7 @@ def test_hidden_files_of_a_killed_replacement_go_back(out: Path) -> None:
     assert not old.exists()
 
 
+@pytest.mark.slow
 def test_hidden_folders_hold_no_sets(hub: StandInHub, client: Any, out: Path, tmp_path: Path, capsys: Any) -> None:
     """A backup or a system's folder with sets in it, in a pipeline or beside a component: not verified, inspected,
     merged, loaded nor sent; hidden files of the other components are not converted."""

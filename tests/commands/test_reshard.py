@@ -44,6 +44,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # Equal to a conversion
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"self_contained": True}, {"dtype": "bf16"}])
 @pytest.mark.parametrize(("a", "b"), [(1, 8), (8, 1), (2, 8), (8, 2), (4, 4)])
 def test_resharding_is_converting(a: int, b: int, options: dict[str, Any], tmp_path: Path) -> None:
@@ -99,6 +100,7 @@ def test_round_trips(
             assert {k: v for file in merged for k, v in toys.read_weights(file).items()} == source.tensors()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("self_contained", [True, False])
 def test_the_layout_is_kept_unless_asked(self_contained: bool, toy: Path) -> None:
     """By default replicated tensors stay where the set has them; either way can be asked for."""
@@ -186,6 +188,7 @@ def test_e6_a_set_of_other_weights_cannot_be_joined(toy: Path, monkeypatch: pyte
 # What cannot be done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [5, 7, 16])
 @pytest.mark.parametrize("name", ["flux", "flux2"])
 def test_a_degree_is_refused_in_the_words_of_convert(name: str, tp: int, tmp_path: Path) -> None:
@@ -241,6 +244,7 @@ def test_a_class_that_is_cut_otherwise_by_now_is_refused(tmp_path: Path, monkeyp
         reshard(tmp_path / "out", tmp_path / "new", tp=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [0, -2, True, 2.0])
 def test_a_degree_that_is_none_is_a_usage_error(tp: Any, toy: Path) -> None:
     """As for convert."""

@@ -304,6 +304,7 @@ def test_e8_one_flipped_bit_is_found(root: Path, file: str, place: str) -> None:
     assert place in issue or place in FOUND_BY_DEFAULT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "place"), PLACES, ids=[f"{file[:4]}-{place}" for file, place in PLACES])
 def test_e8_one_flipped_bit_is_found_by_a_load_that_verifies(one: Path, tmp_path: Path, file: str, place: str) -> None:
     """`load_model(verify=True)` finds each of them, too; without it, as documented, those outside the payload."""

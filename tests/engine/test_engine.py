@@ -196,6 +196,7 @@ def test_every_slice_is_the_slice_of_torch(case: Case, nr_files: int) -> None:
         _check(case, Path(folder), _run(case, Path(folder), nr_files))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(_cases([torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int16], casts=True))
 def test_a_cast_is_that_of_torch(case: Case) -> None:
@@ -216,6 +217,7 @@ def test_a_cast_keeps_nan(source: torch.dtype, target: str, tmp_path: Path) -> N
     torch.testing.assert_close(found, case.stored("w")[0], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 3, 16, 24, 48, 96, 100, 1 << 20])
 @pytest.mark.parametrize("self_contained", [False, True])
 def test_one_tensor_of_each_style(chunk: int, self_contained: bool, tmp_path: Path) -> None:
@@ -255,6 +257,7 @@ def _route_plan(case: Case, folder: Path, starts: Mapping[str, Sequence[tuple[in
     return RoutePlan(layout.tensors, slices, starts)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(_cases(DTYPES, casts=False), st.sampled_from([1, 7, 64, 72, 100, 1000, 4096]))
 def test_joining_the_slices_gives_the_source_back(case: Case, chunk: int) -> None:
@@ -279,6 +282,7 @@ def test_joining_the_slices_gives_the_source_back(case: Case, chunk: int) -> Non
         }
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(st.data(), st.integers(1, 8), st.booleans())
 def test_slices_of_one_degree_become_those_of_another(data: st.DataObject, tp: int, self_contained: bool) -> None:

@@ -61,6 +61,7 @@ def _spin(folder: Path) -> str:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [lambda folder: time.sleep(10), _spin], ids=["waits", "loops"])
 def test_the_harness_notices_a_hang(run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that does not come back is stopped and is a finding."""

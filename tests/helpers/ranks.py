@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -177,6 +178,8 @@ def _serve(fd: int) -> None:
         importlib.import_module(name)
     for name in _PRELOADED_CLASSES:
         getattr(sys.modules["diffusers"], name)
+    gc.collect()
+    gc.freeze()  # ranks neither walk through nor copy what lives to the end
     while True:
         try:
             job = pickle.loads(connection.recv_bytes())

@@ -48,6 +48,7 @@ def test_a_rank_reads_its_own_file_and_the_shared_one(tmp_path: Path, where: str
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["set", "component"])
 def test_files_that_a_rank_joins_are_read(tmp_path: Path, where: str) -> None:
     """Of a set of a multiple of the group's degree, the smallest, a rank's share of the files comes into memory."""
@@ -60,6 +61,7 @@ def test_files_that_a_rank_joins_are_read(tmp_path: Path, where: str) -> None:
     assert {name for name, path in files.items() if is_cached(path)} == names
 
 
+@pytest.mark.slow
 def test_ranks_of_a_node_share_the_replicated_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of four local ranks reads a quarter of it, and together they read all of it."""
     shared = fake_set(tmp_path / "tp4", 4)["replicated.safetensors"]

@@ -14,6 +14,7 @@ import pytest
 import toys
 
 from shardconv.format.plan import OWN, PlanChoice, Rule, Style
+from shardconv.plans import planner
 from shardconv.plans.catalogue import ENTRIES, small_models
 from shardconv.plans.catalogue.cases import CASES
 from shardconv.plans.facts import ModelFacts, model_facts
@@ -44,7 +45,9 @@ def test_the_child_answers_as_this_process_does(tmp_path: Path) -> None:
     """Facts of every class of the catalogue are the same from the child, whose imports are cut short, as from full
     imports, plain and lean; the process that asks imports no torch, the child answers to the end, and none is left."""
     configs = [json.loads(json.dumps({**CASES[name].config, "_class_name": name})) for name in ENTRIES]
-    questions = [(config, "lean" if ENTRIES[config["_class_name"]].lean else "own") for config in configs]
+    questions = [(config, "own") for config in configs]
+    questions += [(config, "lean") for config in configs if ENTRIES[str(config["_class_name"])].lean]
+    assert {config["_class_name"] for config, _ in questions} == set(ENTRIES)
     (tmp_path / "questions.json").write_text(json.dumps(questions))
     command = [sys.executable, "-c", ASK, str(tmp_path / "questions.json")]
     answers, planned, torch_here, pid = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
@@ -89,10 +92,26 @@ def test_a_child_that_fails_is_done_without(child: str, why: bytes, tmp_path: Pa
     command = [sys.executable, "-c", code, "convert", "--tp", "2", "--quiet", str(source)]
     environment = os.environ | {"SHARDCONV_DEBUG": "1"}
     done = subprocess.run([*command, str(tmp_path / "out")], check=True, env=environment, stderr=subprocess.PIPE)
-    assert b"shardconv.planner: the planning child failed, so this process plans" in done.stderr
+    assert b"planner: the planning child failed, so this process plans" in done.stderr
     assert why in done.stderr
     assert toys.main(["convert", "--tp", "2", "--quiet", str(source), str(tmp_path / "here")]) == 0
     assert toys.contents(tmp_path / "out") == toys.contents(tmp_path / "here")
+
+
+def test_what_the_child_cannot_answer_is_answered_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question that fails in the child is asked again in this process, and why it failed is logged."""
+    said: list[str] = []
+    monkeypatch.setattr(planner.LOG, "debug", lambda text, *values: said.append(text % values))
+    answer = 'import sys; sys.stdin.readline(); print(\'{"failed": "no such decorator"}\')'
+    with planner.Planner(needs_torch=True) as asked:
+        asked._child = subprocess.Popen(
+            [sys.executable, "-S", "-c", answer], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert asked.has_plan("diffusers", "FluxTransformer2DModel") is True
+        assert asked._child is None
+    (why,) = said
+    assert "so this process plans" in why
+    assert "no such decorator" in why
 
 
 @pytest.mark.slow

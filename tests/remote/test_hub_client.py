@@ -50,6 +50,7 @@ def load(**options: Any) -> Any:
 # What is fetched
 
 
+@pytest.mark.slow
 def test_a_commit_that_changes_nothing_else_costs_nothing(hub: StandInHub, filled: Repo) -> None:
     """After a commit of a card, and of a set of another degree, the files that did not change are not sent again."""
     load()
@@ -76,6 +77,7 @@ def test_a_changed_file_is_fetched_and_compared(hub: StandInHub, filled: Repo) -
     assert hub.fetched(REPO) == [RANK, RANK]
 
 
+@pytest.mark.slow
 def test_content_of_the_wrong_length_is_fetched_again(hub: StandInHub, filled: Repo, client: Any) -> None:
     """A file of the cache that became short is fetched again, under the commit it came with and under a later one."""
     expected = load(transfer="read").state_dict()
@@ -107,6 +109,7 @@ def load_in_own_group(settings: dict[str, str]) -> None:
     load(group=groups[dist.get_rank()])
 
 
+@pytest.mark.slow
 def test_what_is_not_in_the_cache_is_named(filled: Repo, client: Any, monkeypatch: Any) -> None:
     """`local_files_only`, or HF_HUB_OFFLINE, with files missing names each with repo and commit, says how to fetch it,
     and speaks of no option that nobody gave; one that was given is refused."""
@@ -149,6 +152,7 @@ def test_the_first_file_is_compared_too(hub: StandInHub, filled: Repo, client: A
     load()
 
 
+@pytest.mark.slow
 def test_force_fetches_each_file_once_from_an_empty_cache_too(hub: StandInHub, filled: Repo) -> None:
     """Also the one that says which commit it is."""
     for _ in range(2):
@@ -158,6 +162,7 @@ def test_force_fetches_each_file_once_from_an_empty_cache_too(hub: StandInHub, f
         assert len(hub.fetched(REPO)) == 4
 
 
+@pytest.mark.slow
 def test_content_under_another_etag_is_compared(hub: StandInHub, filled: Repo) -> None:
     """A mirror with etags of its own: what the cache has by the Hub's digest is not what arrives."""
     load()
@@ -168,6 +173,7 @@ def test_content_under_another_etag_is_compared(hub: StandInHub, filled: Repo) -
         load()
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_what_the_cache_has(hub: StandInHub, client: Any, tmp_path: Path, capsys: Any) -> None:
     """Content that was fetched with another commit would not be downloaded again."""
     source = hub.add_folder(SOURCE, small_sets.source("flux"))
@@ -177,6 +183,7 @@ def test_a_dry_run_counts_what_the_cache_has(hub: StandInHub, client: Any, tmp_p
     assert json.loads(capsys.readouterr().out)["download"] == {"README.md": 4}
 
 
+@pytest.mark.slow
 def test_low_disk_does_not_take_a_shortened_file_of_the_cache(hub: StandInHub, client: Any, tmp_path: Path) -> None:
     """The client would copy it; it is downloaded instead."""
     hub.add_folder(SOURCE, small_sets.source("flux"))
@@ -215,6 +222,7 @@ def test_a_repo_that_names_files_outside_is_not_trusted(
             act()
 
 
+@pytest.mark.slow
 def test_a_mirror_that_tells_no_lengths_and_digests_is_used(hub: StandInHub, filled: Repo) -> None:
     """Nothing can be compared then; and what the cache has is not taken for short."""
     hub.fail(
@@ -274,6 +282,7 @@ def faulty(hub: StandInHub, client: Any, tmp_path: Path, capsys: Any) -> Any:
     return repo.files(), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--dry-run", "--low-disk", "--quiet"])
 def test_a_faulty_repo_is_told_by_its_own_names(faulty: Any, option: str) -> None:
     """Faults of a repo's files name the repo, the commit and the file, never a folder on this disk, and say what helps
@@ -306,6 +315,7 @@ def test_a_faulty_repo_is_told_by_its_own_names(faulty: Any, option: str) -> Non
     assert "no config.json, found flux1-dev.safetensors; an original-format file" in said(option, single)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--dry-run", "--low-disk", "--quiet"])
 def test_pickled_weights_of_other_components_go_along(
     faulty: Any, hub: StandInHub, tmp_path: Path, option: str

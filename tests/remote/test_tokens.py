@@ -39,6 +39,7 @@ def load(**options: Any) -> Any:
     return loader.load_model(REPO, device="cpu", subfolder="transformer", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token", ["hf_alice\n", "  hf_alice \r\n", "hf_alice"])
 def test_a_token_out_of_a_file_is_taken(hub: StandInHub, filled: Repo, token: str, monkeypatch: Any) -> None:
     """What a file or a variable has around a token does not matter."""
@@ -126,6 +127,7 @@ def test_a_token_of_another_kind_is_refused(filled: Repo, token: Any) -> None:
     assert "alice" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_saved_token_that_cannot_be_had_is_said(hub: StandInHub, filled: Repo, client: Any, monkeypatch: Any) -> None:
     """The file of the login cannot be read, or HF_TOKEN holds what cannot be sent: one sentence, nothing is asked; with
     a token given, and offline, it does not matter."""

@@ -266,6 +266,7 @@ def test_e2_a_rerun_reads_only_what_is_not_done(base: Path, out: Path, monkeypat
     assert toys.contents(out) == toys.contents(base / "fresh")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quiet", [False, True])
 def test_the_command_says_on_stderr_that_it_resumes(
     base: Path, out: Path, capsys: pytest.CaptureFixture[str], quiet: bool
@@ -292,6 +293,7 @@ def test_e2_at_most_the_tensor_in_flight_is_redone(base: Path, out: Path, monkey
     assert reads.nbytes <= sum(map(len, whole.values())) - ahead + largest + 4096 * len(whole)
 
 
+@pytest.mark.slow
 def test_e6_another_conversion_under_the_same_name_starts_afresh(
     base: Path, out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -322,6 +324,7 @@ def test_e6_another_conversion_under_the_same_name_starts_afresh(
     assert toys.contents(out / "tp2") == toys.contents(base / "fresh" / "tp2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep_time", [False, True])
 def test_e6_a_source_edited_before_the_rerun_is_read_afresh(
     base: Path, out: Path, tmp_path: Path, keep_time: bool
@@ -384,6 +387,7 @@ def _linked(partial: Path) -> None:
     (partial / "rank-00000-of-00002.safetensors").symlink_to(partial.parent / "mine")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("harm", [_torn, _zeros, _no_text, _of_another, _headless, _cut, _gone, _linked])
 def test_what_a_power_loss_does_to_the_journal(base: Path, out: Path, harm: Callable[[Path], None]) -> None:
     """A torn or damaged journal, or one that speaks of files that are not there, never costs a right byte."""
@@ -394,6 +398,7 @@ def test_what_a_power_loss_does_to_the_journal(base: Path, out: Path, harm: Call
     assert toys.contents(out) == toys.contents(base / "fresh")
 
 
+@pytest.mark.slow
 def test_e10_what_a_killed_conversion_took_counts_as_room(
     base: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,6 +473,7 @@ CASES = [(state, *fault) for state in ("fresh", "overwrite", "resumed") for faul
 CASES += [(state, *fault) for state in ("fresh", "overwrite") for fault in AT_THE_START]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("state", "call", "error", "at"), CASES)
 def test_e4_a_fault_of_the_disk_is_one_error_and_costs_no_set(
     base: Path,

@@ -102,6 +102,7 @@ def test_a_self_contained_set_gives_the_same_output(name):
         assert all(map(torch.equal, a, b))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_one_rank_needs_no_process_group_and_is_bit_equal(name):
     """A tp 1 set loads without torch.distributed and gives bit for bit what `from_pretrained` gives."""

@@ -80,6 +80,7 @@ def test_only_what_a_conversion_needs_is_downloaded(hub: StandInHub, repo: Repo,
     assert hub.fetched(REPO) == []
 
 
+@pytest.mark.slow
 def test_b4_only_the_variant_is_downloaded(
     hub: StandInHub, repo: Repo, client: Any, pipe: Path, tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_b4_only_the_variant_is_downloaded(
     assert manifest.source.variant == "fp16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"low_disk": True}, {"dry_run": True}])
 @pytest.mark.parametrize(("part", "where"), [({"tp": 2}, f"{REPO} at "), (PART, f"{REPO}/transformer at ")])
 def test_b4_a_variant_that_the_repo_lacks(
@@ -118,6 +120,7 @@ def test_a_header_beyond_the_limit_is_told_of_a_repo_too(
         convert("org/long", tmp_path / "out", tp=2, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["fp16", None])
 def test_b4_of_each_component_one_variant_is_downloaded(
     hub: StandInHub, repo: Repo, client: Any, pipe: Path, tmp_path: Path, variant: str | None
@@ -146,6 +149,7 @@ def test_b4_of_each_component_one_variant_is_downloaded(
     assert rest.text_encoder_2 is not None
 
 
+@pytest.mark.slow
 def test_a_repo_with_sets_beside_its_weights_is_converted(
     hub: StandInHub, repo: Repo, client: Any, tmp_path: Path
 ) -> None:
@@ -244,6 +248,7 @@ def test_a_dry_run_reads_headers_only(
     assert {request.status for request in hub.log} <= {200, 206, 302}
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_the_conversion_says(hub: StandInHub, repo: Repo, client: Any, tmp_path: Path) -> None:
     """Same layout as on disk; then, with everything cached, nothing is left to download."""
     planned = convert(REPO, tmp_path / "out", **PART, dry_run=True)
@@ -269,6 +274,7 @@ def refusal(capsys: pytest.CaptureFixture[str], out: Path, *argv: str) -> str:
     return said.err.removeprefix("shardconv: ").rstrip()
 
 
+@pytest.mark.slow
 def test_h9_refusals_are_told_apart(
     hub: StandInHub, repo: Repo, client: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +316,7 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_error(tmp_path: Path, hub: St
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["../../secret.safetensors", "/etc/secret.safetensors", "..", "a/b.safetensors"])
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_h1_an_index_that_leads_out_is_refused(
@@ -343,6 +350,7 @@ def shards_of(repo: Repo) -> set[str]:
     return {f"transformer/{name}" for name in index["weight_map"].values()}
 
 
+@pytest.mark.slow
 def test_h10_offline_no_request_is_made(
     hub: StandInHub, repo: Repo, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +367,7 @@ def test_h10_offline_no_request_is_made(
     assert hub.log == []
 
 
+@pytest.mark.slow
 def test_h13_offline_a_partial_cache_is_refused(
     hub: StandInHub, repo: Repo, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,6 +382,7 @@ def test_h13_offline_a_partial_cache_is_refused(
     assert not (tmp_path / "again").exists()
 
 
+@pytest.mark.slow
 def test_h11_a_cache_that_cannot_be_written_is_read(hub: StandInHub, repo: Repo, client: Any, tmp_path: Path) -> None:
     """A filled cache without write access, and with another's locks, is converted from and stays as it is."""
     convert(REPO, tmp_path / "out", **PART)
@@ -391,6 +401,7 @@ def test_h11_a_cache_that_cannot_be_written_is_read(hub: StandInHub, repo: Repo,
             folder.chmod(0o755)
 
 
+@pytest.mark.slow
 def test_e9_a_download_altered_on_the_way_is_thrown_away(
     hub: StandInHub, repo: Repo, client: Any, tmp_path: Path
 ) -> None:

@@ -141,6 +141,7 @@ def test_b4_without_a_variant_its_files_are_not_read(source: Path, out: Path) ->
     assert [file.name for file in manifest.source.files] == list(SHARDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dry_run", [False, True])
 @pytest.mark.parametrize(
     ("saved", "found"),
@@ -235,6 +236,7 @@ def test_b10_diffusers_never_takes_or_deletes_our_files(source: Path, out: Path)
     assert not any(name.startswith(STEM) for name in before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "model."])
 def test_b13_names_with_a_wrapper_prefix(source: Path, refused: Refused, wrapper: str) -> None:
     """Keys with one level more than the model are refused: what is missing, what stands there, and why."""
@@ -306,6 +308,7 @@ def test_unexpected_tensors_that_the_class_ignores_are_left_out_quietly(
     assert set(manifest.left_out) == set(extra)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "leaf",
     ["weight_scale", "weight_scale_inv", "input_scale", "scale_weight", "weight.absmax", "weight.quant_map", "SCB",
@@ -391,6 +394,7 @@ def test_e9_a_truncated_shard_is_refused(source: Path, refused: Refused, cut: in
 # --- H1: links and names that lead out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["../secret/x.safetensors", "/abs/x.safetensors", "sub/x.safetensors", "..",
                                   "a\\x.safetensors", ""])  # fmt: skip
 def test_h1_names_that_leave_the_folder_are_refused(source: Path, refused: Refused, name: str) -> None:
@@ -429,6 +433,7 @@ def hub_cache(source: Path, cache: Path, *, shared: bool = False) -> Path:
     return snapshot
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True], ids=["blobs", "shared-blobs"])
 @pytest.mark.parametrize("above", ["hub", "snapshots/hub"])
 def test_h1_the_links_of_a_hub_cache_are_followed(source: Path, out: Path, shared: bool, above: str) -> None:
@@ -722,6 +727,7 @@ def test_a1_misaligned_source_data_is_read_right(source: Path, out: Path) -> Non
     assert all(torch.equal(made[key], whole[key]) for key in whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metadata", [None, {}, {"format": "pt"}, {"format": "pt", "modelspec.x": "ÿ"}])
 def test_a9_a10_any_metadata_converts_alike(source: Path, out: Path, metadata: dict[str, str] | None) -> None:
     """With or without metadata in the source the rank files say `format: pt`; the source's own is in the manifest."""

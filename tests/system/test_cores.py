@@ -78,6 +78,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
     ("ranks", "allowed", "hashing"), [("8", 192, 16), ("16", 192, 12), ("8", 16, 2), ("8", 4, 1), ("", 192, 16),

@@ -85,6 +85,7 @@ def test_leaving_ends_what_goes_on() -> None:
     assert isinstance(pending.exception(0), Stopped)
 
 
+@pytest.mark.slow
 def test_who_waits_hears_that_nobody_wants_it() -> None:
     """What `heed` raises ends the waiting and the work, at any depth."""
     calls = []
@@ -103,6 +104,7 @@ def test_who_waits_hears_that_nobody_wants_it() -> None:
     assert names("inner") + names("outer") == []
 
 
+@pytest.mark.slow
 def test_what_hangs_is_left_behind(hang: Callable[[], None]) -> None:
     """Work that looks at nothing is not waited for, neither by the one who left nor through crews within it."""
 

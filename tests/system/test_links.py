@@ -117,6 +117,7 @@ PERSONS: list[Callable[[Path, Path], None]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", PERSONS, ids=lambda make: make.__name__)
 def test_a_persons_links_are_followed(pipe: Path, pristine: Path, tmp_path: Path, make: Callable[..., None]) -> None:
     """Whatever a person has linked, the conversion is that of the files themselves, and OUT holds files."""
@@ -179,6 +180,7 @@ def test_a_download_as_it_is_converts(
     assert (tmp_path / "out" / "vae" / "LICENSE").read_bytes() == (pristine / "LICENSE").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("download", "name"),
     [
@@ -209,6 +211,7 @@ def test_h1_a_file_that_a_download_links_from_elsewhere_is_refused(
     assert Path(name).name in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("download", UNTRACKED, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", ["text_encoder", "transformer", "vae/keys"])
 def test_h1_a_folder_that_a_download_links_from_elsewhere_is_refused(
@@ -227,6 +230,7 @@ def test_h1_a_folder_that_a_download_links_from_elsewhere_is_refused(
     assert "id_rsa" not in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", PERSONS, ids=lambda make: make.__name__)
 def test_what_a_person_links_in_a_clone_is_followed(
     pipe: Path, pristine: Path, tmp_path: Path, make: Callable[..., None]
@@ -342,6 +346,7 @@ def link_set(out: Path, way: str) -> None:
         link(out / "tp1" if way == "folder" else out, out.parent / "elsewhere")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["files", "local-dir", "folder", "component"])
 def test_a_set_that_a_person_linked_loads(out: Path, tmp_path: Path, way: str) -> None:
     """Rank files on a faster disk, and what older clients left: loaded, verified and merged as ever."""

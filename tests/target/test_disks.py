@@ -70,6 +70,7 @@ def _all(pipe: Path) -> int:
     return sum(path.stat().st_size for path in inside)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["convert", "merge", "reshard"])
 def test_what_will_be_copied_counts(
     pipe: Path, elsewhere: Path, verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -145,6 +146,7 @@ def test_a_kill_leaves_no_pipeline(pipe: Path, tmp_path: Path) -> None:
     assert between > 2
 
 
+@pytest.mark.slow
 def test_what_was_begun_is_finished_by_the_next_run(
     pipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +278,7 @@ def test_a_read_fault_is_the_sources(verb: str, kind: type[Exception], tmp_path:
     assert not out.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_fault_after_the_rename_does_not_claim_that_nothing_is_left(
     overwrite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -350,6 +353,7 @@ def test_a_header_over_the_limit_is_told_its_length(tmp_path: Path) -> None:
 # Variants
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [[], ["--dry-run"]])
 def test_a_variant_that_nothing_has(pipe: Path, option: list[str], tmp_path: Path, capsys: Any) -> None:
     """A pipeline none of whose components has the variant: an error that lists those there are; one will do."""
@@ -361,6 +365,7 @@ def test_a_variant_that_nothing_has(pipe: Path, option: list[str], tmp_path: Pat
     assert main(argv) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--dry-run", "--low-disk", "--quiet"])
 def test_a_variant_that_a_repo_lacks(
     hub: StandInHub, client: Any, pipe: Path, option: str, tmp_path: Path, capsys: Any
@@ -377,6 +382,7 @@ def test_a_variant_that_a_repo_lacks(
 # Overwriting
 
 
+@pytest.mark.slow
 def test_overwrite_covers_the_rest_of_the_pipeline(pipe: Path, tmp_path: Path, capsys: Any) -> None:
     """A scheduler's config that changed in the source, and a card that somebody edited in OUT, are refused by name
     without --overwrite and replaced with it; other files of OUT stay."""

@@ -342,6 +342,7 @@ def forget(hub: StandInHub) -> None:
 SAYS = f"{REPO}: not a folder here, and the Hub says: "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -440,6 +441,7 @@ def test_h3_a_download_that_stumbles_goes_on(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -469,6 +471,7 @@ def test_h3_e9_a_download_that_fails_leaves_no_trace(
     alone(verify=True)
 
 
+@pytest.mark.slow
 def test_e9_a_damaged_cache_is_fetched_afresh_when_asked(
     filled: StandInHub, alone: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -498,6 +501,7 @@ def test_force_download_fetches_each_file_once(filled: StandInHub, tmp_path: Pat
     assert Counter(filled.fetched(REPO)) == Counter(set_names(2, 0, 1))
 
 
+@pytest.mark.slow
 def test_h11_a_cache_that_cannot_be_written_is_read(
     filled: StandInHub, alone: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -521,6 +525,7 @@ def test_h11_a_cache_that_cannot_be_written_is_read(
             folder.chmod(0o755)
 
 
+@pytest.mark.slow
 def test_h5_a_cache_with_garbage_in_it_is_used(filled: StandInHub, alone: Callable[..., Any], tmp_path: Path) -> None:
     """Leftovers of a killed client, and damaged notes of which commit is main: ignored or rebuilt."""
     alone()
@@ -551,6 +556,7 @@ def load_with_little_room(settings: Settings) -> None:
     loader.load_model(REPO, device="cpu", subfolder="transformer")
 
 
+@pytest.mark.slow
 def test_no_network_is_said(filled: StandInHub, alone: Callable[..., Any]) -> None:
     """A Hub that does not answer; that offline would do is in the message, and it does."""
     alone()
@@ -571,6 +577,7 @@ def test_a_folder_here_comes_before_a_repo(
     assert filled.log == []
 
 
+@pytest.mark.slow
 def test_the_token_given_is_the_one_sent(filled: StandInHub, alone: Callable[..., Any]) -> None:
     """`token=` wins over the environment, and no message shows it."""
     filled.users["hf_given"] = User("given", may_write=())
@@ -583,6 +590,7 @@ def test_the_token_given_is_the_one_sent(filled: StandInHub, alone: Callable[...
     assert "(*** may not)" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_stand_in_keeps_tokens_from_its_storage(filled: StandInHub, alone: Callable[..., Any]) -> None:
     """What the client fetched at the storage host came without a token; the stand-in would have refused it."""
     alone()

@@ -116,6 +116,7 @@ def test_a_model_that_ran_in_a_pipeline_is_taken() -> None:
     check_plain(model)
 
 
+@pytest.mark.slow
 def test_what_is_no_model_is_named() -> None:
     """A pipeline, a compiled model, and anything else: what to give instead."""
     pipeline = small_pipelines.build_flux_pipeline()
@@ -129,6 +130,7 @@ def test_what_is_no_model_is_named() -> None:
     check_model(pipeline.transformer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ENTRIES))
 def test_no_class_has_such_processors_by_itself(name: str) -> None:
     """The processors that classes come with hold nothing, so none is refused for them."""

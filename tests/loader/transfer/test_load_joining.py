@@ -80,6 +80,7 @@ def sets(draw: Any) -> tuple[int, int, dict[str, Whole]]:
     return size, per_rank, {f"t{position}": whole for position, whole in enumerate(found)}
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(given_set=sets())
 def test_joined_slices_are_those_of_the_smaller_degree(given_set: tuple[int, int, dict[str, Whole]], tmp_path: Path):

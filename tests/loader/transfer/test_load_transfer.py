@@ -122,6 +122,7 @@ def in_cache(path: Path) -> bool:
 # --- what comes back ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [4 * KB, 12 * KB, 64 * KB, MB, 16 * MB])
 @pytest.mark.parametrize("nr_floats", [0, 4, 1024, 4096, 100_000, 262_144 - 8, 262_144, 262_148])
 def test_read_file_equals_safetensors(nr_floats, chunk, tmp_path):
@@ -242,6 +243,7 @@ def test_one_allocation_holds_the_whole_file(tmp_path):
 # --- what can go wrong ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("left", [0, 1, 4096, 4097, 100_000, 400_000 + 22])
 def test_e1_a_file_that_became_shorter_is_an_error(left, direct, tmp_path):
@@ -324,6 +326,7 @@ def test_an_invalid_read_through_the_cache_is_an_error(tmp_path):
         read_file(path, FileHeader.read(path), CPU)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1, 7])
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError(), KeyboardInterrupt()], ids=repr)
 def test_a_failing_read_ends_all_readers_and_is_raised(error, after, tmp_path):

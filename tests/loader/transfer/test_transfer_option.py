@@ -59,6 +59,7 @@ def out(tmp_path) -> Path:
 # --- what is asked for ---
 
 
+@pytest.mark.slow
 @each_way
 @pytest.mark.parametrize("verify", [False, True])
 def test_each_way_gives_the_checkpoint(way, verify, out):

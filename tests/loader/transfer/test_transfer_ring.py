@@ -79,6 +79,7 @@ def nothing_is_left() -> Iterator[None]:
 # --- where tensors stand, and what holds their memory ---
 
 
+@pytest.mark.slow
 @each_reader
 @pytest.mark.parametrize("within", [False, True], ids=["data", "tensor"])
 def test_data_and_tensors_may_start_at_any_address(within, read, tmp_path):
@@ -98,6 +99,7 @@ def test_data_and_tensors_may_start_at_any_address(within, read, tmp_path):
         assert found["first"].shape == (first,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [*WAYS.values(), mapped], ids=[*WAYS, "map"])
 def test_one_view_keeps_its_memory(read, tmp_path):
     """A single tensor left of a file, or a slice of it, keeps its bytes after all the others and the file are gone."""
@@ -121,6 +123,7 @@ def test_tensors_read_into_memory_own_their_bytes_and_nothing_else(tmp_path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nbytes", [0, 4, 4 * KB, 100_000, 16 * MB - 8, 16 * MB, 16 * MB + 4, 40 * MB])
 def test_memory_holds_files_shorter_and_longer_than_a_chunk(nbytes, tmp_path):
     """Reading into plain memory gives what safetensors reads, whatever the number of chunks."""
@@ -128,6 +131,7 @@ def test_memory_holds_files_shorter_and_longer_than_a_chunk(nbytes, tmp_path):
     assert differing(WAYS["memory"](path), path) == []
 
 
+@pytest.mark.slow
 @each_reader
 def test_a_file_of_nothing_but_a_header(read, tmp_path):
     """No tensors, or empty ones: nothing is read and nothing fails."""
@@ -147,6 +151,7 @@ def reading(preadv: Preadv) -> Any:
     return mock.patch.object(os, "preadv", preadv)
 
 
+@pytest.mark.slow
 @each_reader
 def test_short_reads_are_taken_up(read, tmp_path):
     """The system may give fewer bytes than were asked for."""
@@ -155,6 +160,7 @@ def test_short_reads_are_taken_up(read, tmp_path):
         assert differing(read(path), path) == []
 
 
+@pytest.mark.slow
 @each_reader
 def test_j2_a_file_shortened_meanwhile_is_an_ordinary_error(read, tmp_path):
     """A file cut while it is read ends in an error that says where; a mapping would end the process."""
@@ -170,6 +176,7 @@ def test_j2_a_file_shortened_meanwhile_is_an_ordinary_error(read, tmp_path):
         read(path)
 
 
+@pytest.mark.slow
 @each_reader
 def test_a_reader_that_fails_half_way_is_heard(read, tmp_path):
     """The error of one reader is raised as it is."""
