@@ -14,6 +14,7 @@ from torch import nn
 from shardconv.errors import LoadError, PlanError, ShardconvWarning, UsageError
 from shardconv.format.cut import Cut
 from shardconv.format.plan import PlanChoice, Style
+from shardconv.libraries.torch_private import buffers_held, parameters_held
 from shardconv.plans.choice import other_plan, plan_of
 from shardconv.plans.match import PlannedModule
 from shardconv.plans.resolve import Resolution, resolve
@@ -117,14 +118,14 @@ def _slice_parameters(model: nn.Module, cuts: Mapping[str, tuple[Any, Cut | None
         if (id(module), leaf) in done:
             continue
         done.add((id(module), leaf))
-        if leaf in module._buffers:
-            module._buffers[leaf] = take_slice(module.get_buffer(leaf), cut, ranks.rank, ranks.size)
+        if leaf in buffers_held(module):
+            buffers_held(module)[leaf] = take_slice(module.get_buffer(leaf), cut, ranks.rank, ranks.size)
             continue
         whole = module.get_parameter(leaf)
         if id(whole) not in sliced:
             local = take_slice(whole.detach(), cut, ranks.rank, ranks.size)
             sliced[id(whole)] = nn.Parameter(local, requires_grad=False)
-        module._parameters[leaf] = sliced[id(whole)]
+        parameters_held(module)[leaf] = sliced[id(whole)]
 
 
 def check_layers(model: nn.Module, modules: Sequence[PlannedModule]) -> None:

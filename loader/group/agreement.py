@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
 from shardconv.errors import LoadError, ShardconvError
+from shardconv.libraries.torch_private import store_of
 
 from .processes import has_ended, this_process
 from .ranks import Ranks
@@ -161,7 +161,7 @@ class _Call:
 
     @classmethod
     def begin(cls, ranks: Ranks, what: str) -> _Call:
-        store = _world.pg_map[ranks.group][1]  # there is no public way to it
+        store = store_of(ranks.group)
         number = store.add(f"{_COUNTER} {ranks.rank}", 1)
         call = cls(store, ranks.rank, number, what)
         store.set(_process_key(ranks.rank), this_process())

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardconv.errors import SetError
+from shardconv.libraries.torch_private import buffers_held, parameters_held
 
 
 def attach(model: nn.Module, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
@@ -22,7 +23,7 @@ def attach(model: nn.Module, tensors: Mapping[str, torch.Tensor], device: torch.
         raise SetError(f"{missing[0]}: has no tensor in the set ({len(missing)} such); convert again")
     for name, skeleton in places:
         owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._parameters[leaf] = ready[id(skeleton)]
+        parameters_held(model.get_submodule(owner))[leaf] = ready[id(skeleton)]
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._buffers[leaf] = tensors[name] if name in tensors else buffer.to(device)
+        buffers_held(model.get_submodule(owner))[leaf] = tensors[name] if name in tensors else buffer.to(device)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardconv.format.cut import Cut
+from shardconv.libraries.torch_private import parameters_held
 from shardconv.plans.catalogue import entry_of
 from shardconv.plans.catalogue.entry import places_of
 from shardconv.plans.heads import local_attributes
@@ -62,7 +63,7 @@ def sum_outputs(model: nn.Module, cuts: Mapping[str, tuple[Any, Cut | None]], ra
     entry = entry_of(model)
     for pattern in entry.summed if entry else ():
         for name, module in _present(model, pattern):
-            mine = [cut for leaf in module._parameters if (cut := cuts.get(f"{name}.{leaf}", (None, None))[1])]
+            mine = [cut for leaf in parameters_held(module) if (cut := cuts.get(f"{name}.{leaf}", (None, None))[1])]
             if mine:
                 module.register_forward_hook(_Summed(ranks.group_name))
             if any(block // ranks.size % _GROUPED for cut in mine for block in cut.block_sizes):

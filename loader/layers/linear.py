@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardconv.format.plan import Style
+from shardconv.libraries.torch_private import become, convolve, sum_in_place
 from shardconv.plans.match import PlannedModule
 
 from ..group.ranks import Ranks
@@ -28,11 +29,7 @@ def sum_over_ranks(partial: torch.Tensor, group_name: str) -> torch.Tensor:
         raise RuntimeError(
             "a sharded model has no gradients, each rank would get its own wrong ones; run it under torch.no_grad()"
         )
-    collectives = torch.ops._c10d_functional
-    # In place, as nobody else has `partial`; the compiler wants the functional one and makes it in place itself.
-    reduce = collectives.all_reduce if torch.compiler.is_compiling() else collectives.all_reduce_
-    summed: torch.Tensor = collectives.wait_tensor(reduce(partial, "sum", group_name))
-    return summed
+    return sum_in_place(partial, group_name)
 
 
 class ColwiseLinear(nn.Linear):
@@ -76,37 +73,35 @@ class RowwiseConv2d(nn.Conv2d):
     adds_bias: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-        partial = self._conv_forward(input, self.weight, self.bias if self.adds_bias else None)
+        partial = convolve(self, input, self.weight, self.bias if self.adds_bias else None)
         return sum_over_ranks(partial, self.group_name)
 
 
-# Each turns a layer, whose parameters are already this rank's, into the runtime one. The class is changed in place, so
-# that hooks, attributes and a module shared by two parents keep working.
+# Each turns a layer, whose parameters are already this rank's, into the runtime one.
 
 
 def colwise_linear(layer: nn.Linear, planned: PlannedModule, ranks: Ranks) -> None:
     """Its output is local."""
-    layer.__class__ = ColwiseLinear
+    become(layer, ColwiseLinear)
     layer.out_features //= ranks.size
 
 
 def rowwise_linear(layer: nn.Linear, planned: PlannedModule, ranks: Ranks) -> None:
     """Its input is local, its output summed."""
-    layer.__class__ = RowwiseLinear
     layer.in_features //= ranks.size
-    layer.__dict__.update(group_name=ranks.group_name, adds_bias=ranks.rank == 0)
+    become(layer, RowwiseLinear, group_name=ranks.group_name, adds_bias=ranks.rank == 0)
 
 
 def split_input_linear(layer: nn.Linear, planned: PlannedModule, ranks: Ranks) -> None:
     """Its input is whole, its output summed."""
     rowwise_linear(layer, planned, ranks)
-    layer.__class__ = RowwiseSplitInputLinear
-    layer.__dict__.update(first=ranks.rank * layer.in_features, whole_features=ranks.size * layer.in_features)
+    first, whole = ranks.rank * layer.in_features, ranks.size * layer.in_features
+    become(layer, RowwiseSplitInputLinear, first=first, whole_features=whole)
 
 
 def colwise_conv(layer: nn.Conv2d, planned: PlannedModule, ranks: Ranks) -> None:
     """Its output channels are local; those of a depthwise one, its input channels too."""
-    layer.__class__ = ColwiseConv2d
+    become(layer, ColwiseConv2d)
     layer.out_channels //= ranks.size
     if layer.groups > 1:
         layer.groups //= ranks.size
@@ -115,9 +110,8 @@ def colwise_conv(layer: nn.Conv2d, planned: PlannedModule, ranks: Ranks) -> None
 
 def rowwise_conv(layer: nn.Conv2d, planned: PlannedModule, ranks: Ranks) -> None:
     """Its input channels are local, its output summed."""
-    layer.__class__ = RowwiseConv2d
     layer.in_channels //= ranks.size
-    layer.__dict__.update(group_name=ranks.group_name, adds_bias=ranks.rank == 0)
+    become(layer, RowwiseConv2d, group_name=ranks.group_name, adds_bias=ranks.rank == 0)
 
 
 _COLWISE = {nn.Linear: colwise_linear, nn.Conv2d: colwise_conv}

@@ -14,6 +14,7 @@ from torch import nn
 
 from shardconv.format.plan import Style
 from shardconv.libraries.base import BUILDING
+from shardconv.libraries.torch_private import become
 from shardconv.plans.match import PlannedModule
 
 from ..group.ranks import Ranks
@@ -98,8 +99,7 @@ KINDS: dict[type, type] = {
 
 def across_ranks(norm: nn.Module, planned: PlannedModule, ranks: Ranks) -> None:
     """Turn a norm, whose parameters are already this rank's, into the one that shares its statistics."""
-    norm.__class__ = KINDS[type(norm)]
-    norm.__dict__.update(group_name=ranks.group_name, whole_features=sum(planned.cut.block_sizes))
+    become(norm, KINDS[type(norm)], group_name=ranks.group_name, whole_features=sum(planned.cut.block_sizes))
 
 
 MAKERS: Mapping[Style, Mapping[type, Any]] = {Style.NORM_ACROSS_HEADS: dict.fromkeys(KINDS, across_ranks)}

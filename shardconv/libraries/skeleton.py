@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
@@ -23,12 +21,14 @@ def skeleton(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None = No
     """
     import torch
 
+    from .torch_private import parameters_on_meta
+
     with BUILDING:
         previous = torch.get_default_dtype()
         try:
             if dtype is not None:
                 torch.set_default_dtype(dtype)
-            with _parameters_on_meta():
+            with parameters_on_meta():
                 model = library_of(cls).build(cls, config)
         except Exception as error:  # the constructor is the library's own code and raises whatever a bad config causes
             raise CheckpointError(
@@ -37,26 +37,6 @@ def skeleton(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None = No
         finally:
             torch.set_default_dtype(previous)
     return model.eval()
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    import torch
-
-    register, builder = torch.nn.Module.register_parameter, threading.get_ident()
-
-    def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        # A parameter already on meta is kept as it is, so that tied ones stay one object.
-        # What another thread builds meanwhile is none of ours.
-        if threading.get_ident() == builder and parameter is not None and parameter.device.type != "meta":
-            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    torch.nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def stored_tensors(model: Any) -> dict[str, tuple[int, ...]]:

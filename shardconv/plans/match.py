@@ -45,7 +45,7 @@ def match_parameters(model: Any, plan: Plan, found: Findings) -> dict[str, Cut]:
         owners_, _, leaf = pattern.rpartition(".")
         try:
             for name, module in _targets(model, owners_) if owners_ else [("", model)]:
-                parameter = module._parameters.get(leaf) if module is not None else None
+                parameter = dict(module.named_parameters(recurse=False)).get(leaf) if module is not None else None
                 cuts[f"{name}.{leaf}" if name else leaf] = _parameter_cut(parameter, rule)
         except ValueError as error:
             found.issues.append(f"plan key {pattern!r}: {error}")
@@ -127,7 +127,7 @@ def _targets(model: Any, pattern: str) -> Iterator[tuple[str, Any]]:
 
 def _submodule(module: Any, atoms: Sequence[str]) -> Any:
     for atom in atoms:
-        module = module._modules.get(atom) if module is not None else None
+        module = dict(module.named_children()).get(atom) if module is not None else None
     return module
 
 

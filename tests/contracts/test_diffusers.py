@@ -16,7 +16,7 @@ from diffusers.quantizers import base as quantizers_base
 from torch import nn
 
 from shardconv.format import plan
-from shardconv.libraries.diffusers import skeleton
+from shardconv.libraries.skeleton import skeleton
 from shardconv.plans.catalogue import ENTRIES, cases
 from shardconv.plans.catalogue.entry import _ACTIVATIONS
 from shardconv.plans.choice import has_plan

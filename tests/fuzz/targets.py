@@ -90,7 +90,8 @@ def _manifest(self_contained: bool) -> Manifest:
     source = SourceFileRecord("a.safetensors", 4000, "1" * 32, "2" * 32, {"format": "pt"})
     return Manifest(
         tool_version="0.1.0", conversion_id="", source=Source("org/name", "c0ffee", None, "fp16", (source,)),
-        model_class="ToyTransformer", config_digest="0" * 32, library_version="0.42.1", tp_degree=TP,
+        model_class="ToyTransformer", config_digest="0" * 32, tp_degree=TP,
+        library_name="diffusers", library_version="0.42.1",
         self_contained=self_contained, cast_to="BF16", keep_fp32=("norm",),
         plan={"proj": Rule(Style.PACKED_COLWISE, (1, 1)), "out": Rule(Style.ROWWISE)}, head_counts=(TP,),
         tensors=tensors, digests={}, aliases={"tied.weight": "norm.weight"}, left_out=("ema.weight",), files=(),

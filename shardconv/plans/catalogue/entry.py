@@ -152,12 +152,12 @@ def _places(module: Any, atoms: Sequence[str], path: list[str]) -> Iterator[tupl
     if not atoms or module is None:
         yield ".".join([*path, *atoms]), module
     elif atoms[0] == "*":
-        for name, child in module._modules.items():
+        for name, child in module.named_children():
             yield from _places(child, atoms[1:], [*path, name])
     else:
-        child = module._modules.get(atoms[0]) if hasattr(module, "_modules") else None
+        child = dict(module.named_children()).get(atoms[0]) if hasattr(module, "named_children") else None
         if child is None and len(atoms) == 1:
-            child = module._parameters.get(atoms[0])
+            child = dict(module.named_parameters(recurse=False)).get(atoms[0])
         yield from _places(child, atoms[1:], [*path, atoms[0]])
 
 
