@@ -22,7 +22,7 @@ from shardconv import __version__
 from shardconv.cli import convert as convert_verb
 from shardconv.cli.main import VERBS, main, parser
 
-# A new option is a deliberate change: it is added here, to the README and to the change log.
+# A new option is a deliberate change: it is added here, to docs/cli.md and to the change log.
 FLAGS = {
     "convert": [
         "SOURCE", "OUT", "--help", "--tp", "--subfolder", "--variant", "--revision", "--dtype", "--plan", "--lean",
