@@ -18,8 +18,6 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is imported
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # read by torch when it is imported, which many tests never do
     os.environ[_name] = "1"
-os.environ.pop("SSL_CERT_FILE", None)
-os.environ["SSL_CERT_DIR"] = os.path.dirname(__file__)  # no certificates: each client would load some hundred, for http
 gc.disable()
 
 
@@ -50,6 +48,8 @@ def client(hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dic
     for name, value in hub_clients.constants(settings).items():
         monkeypatch.setattr(huggingface_hub.constants, name, value)
     monkeypatch.setenv("HF_TOKEN", settings["HF_TOKEN"])
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))  # no certificates: each client would load some hundred, for http
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     huggingface_hub.utils.disable_progress_bars()
     huggingface_hub.utils.logging.set_verbosity_error()

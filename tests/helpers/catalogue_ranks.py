@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
+import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,25 +30,39 @@ for _name in cases.CASES.keys() & set(dir(diffusers)):
     getattr(diffusers, _name)
 
 
-def compare_all(name: str, out: Path, expected: list[torch.Tensor]) -> dict[str, float | str]:
-    """For each way to shard the small model: the largest difference from its unsharded outputs, of the largest output.
+def compare_each(given: Sequence[tuple[str, Path, list[torch.Tensor]]]) -> dict[str, dict[str, float | str]]:
+    """Of every class (name, converted folder, unsharded outputs): the worst rank's difference for each way to shard the
+    small model, of the largest output; or the traceback of a rank where one failed.
 
-    `set`: loaded from `out`; `lean` and `auto-rows`: sharded in memory.
+    `set`: loaded from the folder; on two ranks also `lean` and `auto-rows`: sharded in memory.
     """
+    found = {}
+    for name, out, expected in given:
+        found[name] = {way: _worst(make, expected, split=way != "set") for way, make in _ways(name, out).items()}
+    return found
+
+
+def _ways(name: str, out: Path) -> dict[str, Callable[[], Any]]:
     ways: dict[str, Callable[[], Any]] = {
         "set": lambda: loader.load_model(out, device="cpu"),
         "lean": lambda: loader.parallelize(cases.build(name), lean=True),
         "auto-rows": lambda: loader.parallelize(cases.build(name), plan="auto-rows"),
     }
-    if not ENTRIES[name].lean:
-        del ways["lean"]
-    found: dict[str, float | str] = {}
-    for way, make in ways.items():
+    unasked = {"lean", "auto-rows"} if dist.get_world_size() > 2 else set() if ENTRIES[name].lean else {"lean"}
+    return {way: make for way, make in ways.items() if way not in unasked}
+
+
+def _worst(make: Callable[[], Any], expected: list[torch.Tensor], split: bool) -> float | str:
+    """Of the ranks' differences; how a rank failed counts as worse than any."""
+    try:
         model = make()
-        split = any(isinstance(module, linear.RowwiseSplitInputLinear) for module in model.modules())
-        assert split == (way != "set")
-        found[way] = small_sets.difference(_agreed(cases.outputs(model, cases.inputs(model))), expected)
-    return found
+        assert split == any(isinstance(module, linear.RowwiseSplitInputLinear) for module in model.modules())
+        mine: float | str = small_sets.difference(_agreed(cases.outputs(model, cases.inputs(model))), expected)
+    except Exception:
+        mine = traceback.format_exc()
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return max(told, key=lambda each: (isinstance(each, str), each))
 
 
 def _agreed(outputs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -22,8 +22,9 @@ def command(settings: Mapping[str, str], *argv: object, timeout: float = 120) ->
 
 
 def environment(settings: Mapping[str, str]) -> dict[str, str]:
-    """That of a client process."""
-    return {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | dict(settings)
+    """That of a client process, which has certificates as any other."""
+    ours = {key: value for key, value in os.environ.items() if not key.startswith("HF_") and key != "SSL_CERT_DIR"}
+    return ours | dict(settings)
 
 
 def constants(settings: Mapping[str, str]) -> dict[str, Any]:
