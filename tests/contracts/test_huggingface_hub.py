@@ -18,6 +18,7 @@ from shardconv.remote import failures
 from shardconv.remote.hub_cache import Cache
 
 HUB, FAILURES = "shardconv/remote/hub.py", "shardconv/remote/failures.py"
+PUBLISH = "shardconv/remote/publish.py"
 API = "huggingface_hub.HfApi"
 FETCH = ("repo_id", "filename", "revision", "cache_dir", "force_download", "local_dir")
 COMMIT = ("repo_id", "operations", "commit_message", "revision", "parent_commit", "create_pr")
@@ -26,17 +27,17 @@ NAMES = [
     Name(f"{API}.model_info", HUB, ("repo_id", "revision", "files_metadata")),
     Name(f"{API}.hf_hub_download", HUB, FETCH),
     Name(f"{API}.snapshot_download", HUB, ("repo_id", "revision", "cache_dir", "local_files_only", "allow_patterns")),
-    Name(f"{API}.whoami", HUB),
-    Name(f"{API}.auth_check", HUB, ("repo_id",)),
-    Name(f"{API}.create_repo", HUB, ("repo_id", "private", "exist_ok")),
-    Name(f"{API}.update_repo_settings", HUB, ("repo_id", "gated")),
-    Name(f"{API}.create_branch", HUB, ("repo_id", "branch", "exist_ok")),
-    Name(f"{API}.preupload_lfs_files", HUB, ("repo_id", "additions", "revision", "create_pr", "free_memory")),
-    Name(f"{API}.create_commit", HUB, COMMIT),
-    Name("huggingface_hub.CommitOperationAdd", HUB, ("path_in_repo", "path_or_fileobj")),
-    Name("huggingface_hub.CommitOperationDelete", HUB, ("path_in_repo", "is_folder")),
-    Name("huggingface_hub.ModelCard", HUB, ("content", "ignore_metadata_errors")),
-    Name("huggingface_hub.ModelCardData.to_yaml", HUB),
+    Name(f"{API}.whoami", PUBLISH),
+    Name(f"{API}.auth_check", PUBLISH, ("repo_id",)),
+    Name(f"{API}.create_repo", PUBLISH, ("repo_id", "private", "exist_ok")),
+    Name(f"{API}.update_repo_settings", PUBLISH, ("repo_id", "gated")),
+    Name(f"{API}.create_branch", PUBLISH, ("repo_id", "branch", "exist_ok")),
+    Name(f"{API}.preupload_lfs_files", PUBLISH, ("repo_id", "additions", "revision", "create_pr", "free_memory")),
+    Name(f"{API}.create_commit", PUBLISH, COMMIT),
+    Name("huggingface_hub.CommitOperationAdd", PUBLISH, ("path_in_repo", "path_or_fileobj")),
+    Name("huggingface_hub.CommitOperationDelete", PUBLISH, ("path_in_repo", "is_folder")),
+    Name("huggingface_hub.ModelCard", PUBLISH, ("content", "ignore_metadata_errors")),
+    Name("huggingface_hub.ModelCardData.to_yaml", PUBLISH),
     Name("huggingface_hub.hf_hub_url", HUB, ("repo_id", "filename", "revision", "endpoint")),
     Name("huggingface_hub.get_token", HUB),
     Name("huggingface_hub.utils.build_hf_headers", HUB, ("token",)),

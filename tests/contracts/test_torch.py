@@ -11,18 +11,19 @@ import torch.distributed as dist
 from contracts import Name, found
 from torch import nn
 
-AGREEMENT, LINEAR, RING = "loader/group/agreement.py", "loader/layers/linear.py", "loader/transfer/ring.py"
-RANKS, READ, SKELETON = "loader/group/ranks.py", "loader/transfer/read.py", "shardconv/libraries/diffusers.py"
+AGREEMENT, RING = "loader/group/agreement.py", "loader/transfer/ring.py"
+RANKS, READ, SKELETON = "loader/group/ranks.py", "loader/transfer/read.py", "shardconv/libraries/skeleton.py"
+DOOR = "shardconv/libraries/torch_private.py"
 NAMES = [
-    Name("torch.distributed.distributed_c10d._world.pg_map", AGREEMENT),
+    Name("torch.distributed.distributed_c10d._world.pg_map", DOOR),
     Name("torch.distributed.DistError", AGREEMENT),
     *(Name(f"torch.distributed.Store.{name}", AGREEMENT) for name in ("add", "check", "compare_set", "get", "set")),
-    Name("torch.ops._c10d_functional.all_reduce", LINEAR, ("input", "reduce_op", "group_name")),
-    Name("torch.ops._c10d_functional.all_reduce_", LINEAR, ("input", "reduce_op", "group_name")),
-    Name("torch.ops._c10d_functional.wait_tensor", LINEAR, ("tensor",)),
-    Name("torch.nn.Conv2d._conv_forward", LINEAR, ("input", "weight", "bias")),
-    Name("torch.compiler.is_compiling", LINEAR),
-    Name("torch.nn.Module.register_parameter", SKELETON, ("name", "param")),
+    Name("torch.ops._c10d_functional.all_reduce", DOOR, ("input", "reduce_op", "group_name")),
+    Name("torch.ops._c10d_functional.all_reduce_", DOOR, ("input", "reduce_op", "group_name")),
+    Name("torch.ops._c10d_functional.wait_tensor", DOOR, ("tensor",)),
+    Name("torch.nn.Conv2d._conv_forward", DOOR, ("input", "weight", "bias")),
+    Name("torch.compiler.is_compiling", DOOR),
+    Name("torch.nn.Module.register_parameter", DOOR, ("name", "param")),
     Name("torch.set_default_dtype", SKELETON),
     Name("torch.accelerator.is_available", RANKS),
     Name("torch.accelerator.device_count", RANKS),
@@ -42,7 +43,7 @@ def test_each_name_stands(name: Name) -> None:
 
 
 def test_every_name_of_a_parameter_goes_through_register_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skeletons (shardconv/libraries/diffusers.py) see every parameter of a module by replacing this one method."""
+    """Skeletons (shardconv/libraries/torch_private.py) see every parameter of a module by replacing this one method."""
     seen = []
     register = nn.Module.register_parameter
     monkeypatch.setattr(
