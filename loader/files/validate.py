@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -25,6 +25,9 @@ from shardconv.system.crew import PATIENCE_S, Crew, check_stop
 
 from ..group.ranks import ranks_of_node
 from .locate import no_set_for
+
+if TYPE_CHECKING:
+    from torch import nn
 
 HASHERS = 16  # threads at most, never more than this rank's share of the cores
 HASHED_NBYTES = 256 << 20  # bytes hashed at once; between two parts a thread waits for the interpreter lock
@@ -75,7 +78,7 @@ def open_set(folder: Path, rank: int, size: int) -> OpenSet:
     return OpenSet(folder, manifest, config, size, open_files(folder, manifest, held))
 
 
-def check_model(opened: OpenSet, model: Any) -> Resolution:
+def check_model(opened: OpenSet, model: nn.Module) -> Resolution:
     """The manifest against the model that this diffusers builds from the config. Raises `SetError`, every fault.
 
     A class may have changed between the version that converted and the one that loads; then the shapes, the plan or the

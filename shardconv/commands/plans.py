@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..format.plan import Plan, Style, plan_to_json
 from ..plans.catalogue.cases import CASES
@@ -14,6 +14,9 @@ from ..plans.catalogue.entries import ENTRIES
 from ..plans.catalogue.entry import Entry
 from ..plans.catalogue.released import RELEASED
 from ..plans.choice import class_plan
+
+if TYPE_CHECKING:
+    from torch import nn
 
 PARAMETER_NBYTES = 2  # bfloat16
 MAX_TP = 8  # degrees up to the ranks of one node
@@ -76,7 +79,7 @@ def _skeleton(cls: Any, config: Mapping[str, Any] | None) -> Any:
         return skeleton(cls, CASES[cls.__name__].config)
 
 
-def row_of(model: Any) -> Row:
+def row_of(model: nn.Module) -> Row:
     """Degrees and sizes of one model under the plan of its class. Raises `PlanError`."""
     from ..errors import PlanError
     from ..plans.resolve import degrees_of
@@ -101,7 +104,7 @@ def row_of(model: Any) -> Row:
     )
 
 
-def _held(model: Any, plan: Plan, tp: int) -> tuple[int, int]:
+def _held(model: nn.Module, plan: Plan, tp: int) -> tuple[int, int]:
     """Bytes of one rank, and those of them that every rank holds."""
     from ..plans.resolve import resolve
 

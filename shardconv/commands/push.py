@@ -66,33 +66,26 @@ def push(
     new_progress: NewProgress = lambda what, total: lambda nbytes: None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Pushed:
-    """Publish the sets of `out` (what `convert` wrote) in a Hub repo.
+    """Publish the sets of `out` (what `convert` wrote) in a Hub repo: verified byte for byte, each in one commit.
 
-    Every set is verified first, byte for byte. Only files that the manifests list are sent, with configs, licences, the
-    other components of a pipeline and a model card; those that the repo holds already are not. A set, with what it
-    replaces, appears in one commit.
+    Only files that the manifests list are sent, with configs, licences, the other components of a pipeline and a card.
 
     Args:
         private: of a repo that has to be created.
-        revision: the branch, created from main if need be, or a pull request to go on with, `refs/pr/N`; None is main.
+        revision: the branch, created if need be, or a pull request to go on with, `refs/pr/N`; None is main.
         create_pr: open a pull request instead of committing; needs no write access.
         degrees: only the sets of these tp degrees.
         dry_run: send nothing, create nothing.
         token: of the Hub; None is the one of `hf auth login` or HF_TOKEN.
         new_progress: gives for (what, total bytes) a function that is called with bytes just verified.
-        tell: called with a sentence when files begin to be sent.
+        tell: called with sentences about what is done.
 
     Raises:
-        UsageError, SetError: before anything is sent.
-        HubError: before anything is sent, when the repo is open to more people than the one that was converted, or that
-            cannot be known; the Hub refuses or fails, and what was uploaded is not sent again by the next push.
+        UsageError, SetError: before anything is sent; HubError then, when the repo is open to more people than its
+            source or that cannot be known, and when the Hub fails: what was uploaded is not sent again by the next push.
     """
     repo = _repo(repo_id, token, revision, create_pr)
-    local = sendable(Path(out), degrees)
-    _check_sizes(local)
-    for found in [each for place in local.sets for each in verify(place.folder, new_progress=new_progress)]:
-        if found.ignored:
-            tell(f"{found.path}: {', '.join(found.ignored)} not sent, hidden files are no part of a set")
+    local = _verified(Path(out), degrees, new_progress, tell)
     if repo.offline:
         raise HubError(f"{repo_id}: HF_HUB_OFFLINE is set, so nothing can be sent; unset it")
     state, branch_state = _states(repo, revision)
@@ -129,6 +122,18 @@ def _repo(repo_id: str, token: str | bool | None, revision: str | None, create_p
     if usable_token(token) is False:
         raise UsageError("token: False sends none, and without one nothing can be pushed; leave it out, or give one")
     return WritableRepo(repo_id, token)
+
+
+def _verified(
+    out: Path, degrees: Collection[int] | None, new_progress: NewProgress, tell: Callable[[str], None]
+) -> Sendable:
+    """What can be sent of `out`, every byte of its sets compared with the manifests."""
+    local = sendable(out, degrees)
+    _check_sizes(local)
+    for found in [each for place in local.sets for each in verify(place.folder, new_progress=new_progress)]:
+        if found.ignored:
+            tell(f"{found.path}: {', '.join(found.ignored)} not sent, hidden files are no part of a set")
+    return local
 
 
 def _nbytes(content: Path | bytes) -> int:

@@ -11,6 +11,7 @@ from .choose import library_of
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 
 def skeleton(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None = None) -> Any:
@@ -39,12 +40,12 @@ def skeleton(cls: Any, config: Mapping[str, Any], dtype: torch.dtype | None = No
     return model.eval()
 
 
-def stored_tensors(model: Any) -> dict[str, tuple[int, ...]]:
+def stored_tensors(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter and persistent buffer, in the model's own order."""
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
-def tied_names(model: Any) -> list[tuple[str, ...]]:
+def tied_names(model: nn.Module) -> list[tuple[str, ...]]:
     """Groups of two or more names that are one parameter object."""
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -6,17 +6,20 @@ between layers can notice, heads least of all. It saves memory, not work: each l
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..errors import PlanError
 from ..format.plan import Plan, Rule, Style
 from .catalogue import entry_of
 from .catalogue.entry import places_of
 
+if TYPE_CHECKING:
+    from torch import nn
+
 _RULE = Rule(Style.ROWWISE_SPLIT_INPUT)
 
 
-def auto_rows(model: Any, tp: int) -> Plan:
+def auto_rows(model: nn.Module, tp: int) -> Plan:
     """Every plain `Linear` of `model` whose input features `tp` divides, as rowwise_split_input.
 
     Layers whose weights the class reads past their forward (the catalogue's `raw`) stay whole. Raises `PlanError` when
@@ -36,7 +39,7 @@ def auto_rows(model: Any, tp: int) -> Plan:
     return _shortened(model, names)
 
 
-def _shortened(model: Any, names: list[str]) -> Plan:
+def _shortened(model: nn.Module, names: list[str]) -> Plan:
     """One key for the layers that every block of a list has, the name itself for the others."""
     from torch.nn import ModuleList
 

@@ -6,7 +6,7 @@ Asked of every plan, the class's own too: the tests that have shown it right had
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..format.cut import Cut
 from ..format.plan import Plan, Style
@@ -15,11 +15,14 @@ from .catalogue.entry import QUERY_OR_KEY, following, normalized_widths, places_
 from .heads import head_counts, owners, unknown_heads
 from .match import Findings, PlannedModule, blocks_attribute, colwise_names, match, says_across_heads
 
+if TYPE_CHECKING:
+    from torch import nn
+
 _NORM = ("norm", "ln")  # how names of norms begin
 
 
 def check_sense(
-    model: Any, plan: Plan, modules: Sequence[PlannedModule], tp: int, class_plan: Plan | None, found: Findings
+    model: nn.Module, plan: Plan, modules: Sequence[PlannedModule], tp: int, class_plan: Plan | None, found: Findings
 ) -> None:
     """What every plan must show: that its layers fit together."""
     is_own = _is_own(model, plan, class_plan)
@@ -36,14 +39,14 @@ def check_sense(
     (found.issues if is_own else found.warnings).extend(_check_widths(modules))
 
 
-def _is_own(model: Any, plan: Plan, class_plan: Plan | None) -> bool:
+def _is_own(model: nn.Module, plan: Plan, class_plan: Plan | None) -> bool:
     """Whether the plan is the class's own, lean or not."""
     entry = entry_of(model)
     more = expand(entry.lean, model) if entry else {}
     return class_plan is not None and class_plan == {key: rule for key, rule in plan.items() if more.get(key) != rule}
 
 
-def _check_fused(model: Any, modules: Sequence[PlannedModule], class_plan: Plan | None, found: Findings) -> None:
+def _check_fused(model: nn.Module, modules: Sequence[PlannedModule], class_plan: Plan | None, found: Findings) -> None:
     """A layer cut in other blocks than the class itself has for it: warned about, once for each plan key."""
     layers = {key: rule for key, rule in (class_plan or {}).items() if rule.style is not Style.PARAMETER}
     own = {module.name: module.cut for module in match(model, layers, Findings())}
@@ -65,7 +68,7 @@ def _check_fused(model: Any, modules: Sequence[PlannedModule], class_plan: Plan 
             )
 
 
-def _check_refused(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
+def _check_refused(model: nn.Module, modules: Sequence[PlannedModule]) -> list[str]:
     """Modules of which the catalogue says that this config cannot have them sharded."""
     entry = entry_of(model)
     return [
@@ -75,7 +78,7 @@ def _check_refused(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
     ]
 
 
-def _check_pairs(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
+def _check_pairs(model: nn.Module, modules: Sequence[PlannedModule]) -> list[str]:
     """Colwise outputs stay sharded until a rowwise module sums them. Each rowwise module takes up the colwise ones in
     the nearest enclosing module that has any, within its block; one left over would never be summed."""
     colwise = [module for module in modules if module.style.is_colwise]
@@ -101,7 +104,7 @@ def _check_pairs(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
     return list(issues.values())
 
 
-def _handed_on(model: Any, colwise: Sequence[PlannedModule]) -> set[str]:
+def _handed_on(model: nn.Module, colwise: Sequence[PlannedModule]) -> set[str]:
     """Names of the colwise modules whose output a rowwise one elsewhere takes, as the catalogue says."""
     entry = entry_of(model)
     owners_ = {name for pattern in (entry.handed_on if entry else ()) for name, _ in places_of(model, pattern)}
@@ -152,7 +155,7 @@ def _ancestors(module: PlannedModule) -> Iterator[str]:
         yield f"{name}." if name else ""
 
 
-def _check_attention(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
+def _check_attention(model: nn.Module, modules: Sequence[PlannedModule]) -> list[str]:
     names = {module.name for module in modules}
     colwise = colwise_names(modules)
     given: dict[str, dict[str, PlannedModule]] = {}  # by what holds it: colwise modules by their own name in it
@@ -176,7 +179,7 @@ def _check_attention(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
     return issues
 
 
-def _check_whole(model: Any, modules: Sequence[PlannedModule]) -> list[str]:
+def _check_whole(model: nn.Module, modules: Sequence[PlannedModule]) -> list[str]:
     """Attentions of which a plan names some projections and forgets others; each forgotten name once."""
     names = {module.name for module in modules}
     issues: dict[str, str] = {}
@@ -202,7 +205,7 @@ def _left_out(owner: str, parent: Any, planned: set[str]) -> list[str]:
     return [name for name in inputs + outputs if f"{owner}.{name}" not in planned]
 
 
-def _norm_issue(model: Any, name: str, module: Any, widths: set[int]) -> str | None:
+def _norm_issue(model: nn.Module, name: str, module: Any, widths: set[int]) -> str | None:
     words = name.rpartition(".")[2].lower().split("_")
     is_norm = any(word.startswith(_NORM) for word in words) and not QUERY_OR_KEY.isdisjoint(words)
     if not is_norm or "pre" in words:  # a "pre" one is of the projection's input, which is whole

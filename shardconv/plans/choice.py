@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import PlanError
 from ..format.plan import AUTO_ROWS, Plan, PlanChoice, parse_plan
@@ -12,8 +12,11 @@ from .auto_rows import auto_rows
 from .catalogue import ENTRIES, entry_of, expand
 from .catalogue.entry import places_of, refused
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def plan_of(model: Any, choice: PlanChoice, tp: int) -> Plan:
+
+def plan_of(model: nn.Module, choice: PlanChoice, tp: int) -> Plan:
     """The plan that `choice` names for `model` at a tp degree. Raises `PlanError` where there is none."""
     if choice.given is not None:
         return choice.given
@@ -22,7 +25,7 @@ def plan_of(model: Any, choice: PlanChoice, tp: int) -> Plan:
     return class_plan(model, tp if choice.kind == "lean" else None)
 
 
-def class_plan(model: Any, lean_for: int | None = None) -> Plan:
+def class_plan(model: nn.Module, lean_for: int | None = None) -> Plan:
     """The plan of the model's class: its `_tp_plan`, else the catalogue's.
 
     `lean_for`: a tp degree for which the catalogue's additions for memory are wanted too; one that the degree does not
@@ -39,7 +42,7 @@ def class_plan(model: Any, lean_for: int | None = None) -> Plan:
     return {**plan, **{key: rule for key, rule in more.items() if key in fitting}}
 
 
-def _own_plan(model: Any) -> Plan:
+def _own_plan(model: nn.Module) -> Plan:
     name = type(model).__name__
     raw = library_of(type(model)).own_plan(type(model))
     if raw:
@@ -57,7 +60,7 @@ def _own_plan(model: Any) -> Plan:
     return plan
 
 
-def version_warning(model: Any) -> str | None:
+def version_warning(model: nn.Module) -> str | None:
     """One sentence when the class's plan is the catalogue's and was checked with other versions of its library only."""
     entry, library = entry_of(model), library_of(type(model))
     if entry is None or not entry.plan or library.own_plan(type(model)) or library.version() in entry.checked:
@@ -68,7 +71,7 @@ def version_warning(model: Any) -> str | None:
     )
 
 
-def other_plan(model: Any) -> Plan | None:
+def other_plan(model: nn.Module) -> Plan | None:
     """The class's own plan, beside a plan that somebody gave; None when there is none that we understand."""
     try:
         return class_plan(model)

@@ -9,9 +9,12 @@ it is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .catalogue import entry_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 HEAD_ATTRIBUTES = (
     "heads",
@@ -25,7 +28,7 @@ HEAD_ATTRIBUTES = (
 CONFIG_HEADS = ("num_attention_heads", "num_key_value_heads", "num_kv_heads", "num_attention_kv_heads")
 
 
-def head_counts(model: Any, colwise: Sequence[str]) -> Iterator[tuple[str, int]]:
+def head_counts(model: nn.Module, colwise: Sequence[str]) -> Iterator[tuple[str, int]]:
     """(where it stands, value) of every head count that the tp degree must divide, when `colwise` layers are cut."""
     if not colwise:
         return
@@ -47,7 +50,7 @@ def owners(planned: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name.rpartition(".")[0] for name in planned))
 
 
-def local_attributes(model: Any, colwise: Sequence[str]) -> Iterator[tuple[str, str]]:
+def local_attributes(model: nn.Module, colwise: Sequence[str]) -> Iterator[tuple[str, str]]:
     """(module name, attribute) of every count that must become local: divided by the tp degree."""
     entry = entry_of(model)
     for owner in owners(colwise) if entry else ():
@@ -57,7 +60,7 @@ def local_attributes(model: Any, colwise: Sequence[str]) -> Iterator[tuple[str, 
                 yield owner, attribute
 
 
-def unknown_heads(model: Any, colwise: Sequence[str]) -> str | None:
+def unknown_heads(model: nn.Module, colwise: Sequence[str]) -> str | None:
     """One sentence when an attention stores head counts and the catalogue does not know what its code does with them:
     the model's class is not in it, or its entry does not name the attention's class."""
     name, entry = type(model).__name__, entry_of(model)

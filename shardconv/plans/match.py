@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..format.cut import Cut, block_sizes
 from ..format.plan import Plan, Rule, Style
 from .catalogue import entry_of
 from .catalogue.entry import is_across_heads, normalized_widths, places_of, widths_beside
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _NORMS = ("RMSNorm", "LayerNorm", "LpNorm")  # torch's and diffusers': those whose statistics ranks can sum
 
@@ -38,7 +41,7 @@ class Findings:
     warnings: list[str] = field(default_factory=list)
 
 
-def match_parameters(model: Any, plan: Plan, found: Findings) -> dict[str, Cut]:
+def match_parameters(model: nn.Module, plan: Plan, found: Findings) -> dict[str, Cut]:
     """Parameter name -> its cut, for the rules that name bare parameters."""
     cuts: dict[str, Cut] = {}
     for pattern, rule in plan.items():
@@ -62,7 +65,7 @@ def _parameter_cut(parameter: Any, rule: Rule) -> Cut:
     return Cut(dim, sizes)
 
 
-def match(model: Any, plan: Plan, found: Findings) -> list[PlannedModule]:
+def match(model: nn.Module, plan: Plan, found: Findings) -> list[PlannedModule]:
     claimed: dict[int, str] = {}
     modules = []
     for pattern, rule in plan.items():
@@ -103,7 +106,7 @@ def _others(nr: int, pattern: str) -> str:
     return f" (likewise {nr} more of {pattern!r})" if nr else ""
 
 
-def _targets(model: Any, pattern: str) -> Iterator[tuple[str, Any]]:
+def _targets(model: nn.Module, pattern: str) -> Iterator[tuple[str, Any]]:
     """(name, module or None) of each place that `pattern` names."""
     from torch.nn import ModuleList
 
@@ -131,7 +134,7 @@ def _submodule(module: Any, atoms: Sequence[str]) -> Any:
     return module
 
 
-def _scope(model: Any, name: str) -> str:
+def _scope(model: nn.Module, name: str) -> str:
     """The block that the module `name` is in."""
     from torch.nn import ModuleList
 
@@ -142,7 +145,7 @@ def _scope(model: Any, name: str) -> str:
     return ""
 
 
-def _planned(model: Any, name: str, module: Any, pattern: str, rule: Rule) -> PlannedModule:
+def _planned(model: nn.Module, name: str, module: Any, pattern: str, rule: Rule) -> PlannedModule:
     from torch.nn import Conv2d, Linear
 
     dim = rule.style.dim
@@ -164,7 +167,7 @@ def _planned(model: Any, name: str, module: Any, pattern: str, rule: Rule) -> Pl
     return PlannedModule(name, pattern, _scope(model, name), rule.style, Cut(dim, _block_sizes(module, rule, total)))
 
 
-def _check_norm(model: Any, planned: PlannedModule) -> None:
+def _check_norm(model: nn.Module, planned: PlannedModule) -> None:
     """A norm across heads is as wide as a projection beside it; a narrower one is of each head and stays whole."""
     if planned.style is not Style.NORM_ACROSS_HEADS:
         return
@@ -174,7 +177,7 @@ def _check_norm(model: Any, planned: PlannedModule) -> None:
         raise ValueError("does not say how wide it is, so it may be of each head; leave the attention out of the plan")
 
 
-def says_across_heads(model: Any, name: str) -> bool:
+def says_across_heads(model: nn.Module, name: str) -> bool:
     """Whether the catalogue has the norm `name`, which states no width itself, across all heads."""
     entry = entry_of(model)
     rules = {} if entry is None else {key: r for key, r in entry.plan.items() if r.style is Style.NORM_ACROSS_HEADS}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..errors import PlanError
 from ..format.cut import Cut, legal_degrees
@@ -16,6 +16,9 @@ from ..libraries.skeleton import tied_names
 from .checks import check_sense
 from .heads import head_counts
 from .match import Findings, PlannedModule, colwise_names, match, match_parameters
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class Resolution:
     warnings: tuple[str, ...]
 
 
-def resolve(model: Any, plan: Plan, tp: int, class_plan: Plan | None = None) -> Resolution:
+def resolve(model: nn.Module, plan: Plan, tp: int, class_plan: Plan | None = None) -> Resolution:
     """Resolve `plan` against `model` for `tp` ranks.
 
     `class_plan` is the plan of the model's own class, if it has one: another plan that cuts a layer plainly which the
@@ -49,7 +52,7 @@ def resolve(model: Any, plan: Plan, tp: int, class_plan: Plan | None = None) -> 
     return Resolution(tuple(reversed(unique.values())), cuts, tuple(found.warnings))
 
 
-def _parameter_cuts(model: Any, planned: PlannedModule) -> Iterator[tuple[str, tuple[Style, Cut | None]]]:
+def _parameter_cuts(model: nn.Module, planned: PlannedModule) -> Iterator[tuple[str, tuple[Style, Cut | None]]]:
     """Every stored tensor of a planned module. Cut on dim 0, whatever has the weight's rows is cut with them (bias,
     per-channel scale); cut on dim 1, all but the weight stays whole."""
     module = model.get_submodule(planned.name)
@@ -60,7 +63,7 @@ def _parameter_cuts(model: Any, planned: PlannedModule) -> Iterator[tuple[str, t
         yield f"{planned.name}.{name}", (planned.style, planned.cut if by_rows or name == "weight" else None)
 
 
-def degrees_of(model: Any, plan: Plan, limit: int = 16) -> list[int]:
+def degrees_of(model: nn.Module, plan: Plan, limit: int = 16) -> list[int]:
     """The tp degrees up to `limit` that divide every head count and every block. Raises `PlanError`."""
     resolution = resolve(model, plan, 1)
     heads = [count for _, count in head_counts(model, colwise_names(resolution.modules))]
@@ -68,7 +71,9 @@ def degrees_of(model: Any, plan: Plan, limit: int = 16) -> list[int]:
     return legal_degrees(heads + sizes, limit)
 
 
-def _check_degree(model: Any, modules: Sequence[PlannedModule], parameters: Mapping[str, Cut], tp: int) -> list[str]:
+def _check_degree(
+    model: nn.Module, modules: Sequence[PlannedModule], parameters: Mapping[str, Cut], tp: int
+) -> list[str]:
     counts = list(head_counts(model, colwise_names(modules)))
     cuts = [(f"{module.name}.weight", module.cut) for module in modules] + list(parameters.items())
     sizes = [size for _, cut in cuts for size in cut.block_sizes]
@@ -98,7 +103,7 @@ def _indivisible(cut: Cut, tp: int) -> str:
     return f"dim {cut.dim} is packed in blocks {list(cut.block_sizes)}, block {position} is {cut.block_sizes[position]}"
 
 
-def _check_ties(model: Any, cuts: Mapping[str, tuple[Style, Cut | None]]) -> list[str]:
+def _check_ties(model: nn.Module, cuts: Mapping[str, tuple[Style, Cut | None]]) -> list[str]:
     issues = []
     for group in tied_names(model):
         ways = {cuts.get(name) for name in group}

@@ -7,14 +7,17 @@ count is wrong, and return wrong numbers.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .entries import ENTRIES
 from .entry import Entry, expand
 
+if TYPE_CHECKING:
+    from torch import nn
+
 __all__ = ["ENTRIES", "Entry", "entry_of", "expand"]
 
 
-def entry_of(model: Any) -> Entry | None:
+def entry_of(model: nn.Module) -> Entry | None:
     """The entry of the model's class; None for a class that is not listed."""
     return ENTRIES.get(type(model).__name__)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import PlanError
 from ...format.plan import Plan, Rule, Style
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Blocks that the model tells, not the catalogue. Of a projection that takes attention output and feed-forward side by
 # side: [out_features, the rest]. Of one that gives gate and up, or queries, keys and values, or nothing of the kind: as
@@ -55,7 +58,7 @@ class Entry:
     checked: tuple[str, ...] = ("0.42.1",)  # the diffusers versions it was tested with
 
 
-def expand(rules: Mapping[str, Rule], model: Any) -> Plan:
+def expand(rules: Mapping[str, Rule], model: nn.Module) -> Plan:
     """The rules as a strict plan for `model`: patterns that fit everywhere stay, others become the names they match.
 
     What the model itself tells is read from it: blocks, and which norms and parameters are not over all heads.
@@ -88,14 +91,14 @@ def expand(rules: Mapping[str, Rule], model: Any) -> Plan:
     return plan
 
 
-def _is_cut(rule: Rule, name: str, module: Any, model: Any) -> bool:
+def _is_cut(rule: Rule, name: str, module: Any, model: nn.Module) -> bool:
     """Whether the rule holds in this config: a norm may be of each head, a parameter one value for all heads."""
     if rule.style is Style.NORM_ACROSS_HEADS:
         return is_across_heads(model, name)
     return rule.style is not Style.PARAMETER or bool(module.shape[rule.dim or 0] > 1)
 
 
-def _exact(rule: Rule, name: str, module: Any, model: Any, taken: Mapping[str, tuple[int, ...]]) -> Rule:
+def _exact(rule: Rule, name: str, module: Any, model: nn.Module, taken: Mapping[str, tuple[int, ...]]) -> Rule:
     """The rule with its blocks, where the model tells them. Raises `ValueError` when it tells nothing that is known."""
     if rule.blocks == OUT_AND_REST:
         return Rule(rule.style, tuple(_taken(rule, module)))
@@ -133,7 +136,7 @@ def following(name: str, rows: Mapping[str, Any]) -> list[Any]:
     return []
 
 
-def refused(entry: Entry, model: Any) -> dict[str, str]:
+def refused(entry: Entry, model: nn.Module) -> dict[str, str]:
     """Module -> why, of every module of `model` that must stay whole."""
     return {
         name: each.why
@@ -143,7 +146,7 @@ def refused(entry: Entry, model: Any) -> dict[str, str]:
     }
 
 
-def places_of(model: Any, pattern: str) -> Iterator[tuple[str, Any]]:
+def places_of(model: nn.Module, pattern: str) -> Iterator[tuple[str, Any]]:
     """(name, what stands there: a module, a parameter or None) of every place that `pattern` names."""
     yield from _places(model, pattern.split("."), [])
 
@@ -161,7 +164,7 @@ def _places(module: Any, atoms: Sequence[str], path: list[str]) -> Iterator[tupl
         yield from _places(child, atoms[1:], [*path, atoms[0]])
 
 
-def _is_strict(model: Any, pattern: str) -> bool:
+def _is_strict(model: nn.Module, pattern: str) -> bool:
     """Whether diffusers' own rules take the pattern: one `*` at most, over an `nn.ModuleList`."""
     from torch.nn import ModuleList
 
@@ -169,14 +172,14 @@ def _is_strict(model: Any, pattern: str) -> bool:
     return not star or ("*" not in after and isinstance(model.get_submodule(before.rstrip(".")), ModuleList))
 
 
-def is_across_heads(model: Any, name: str) -> bool:
+def is_across_heads(model: nn.Module, name: str) -> bool:
     """Whether the norm `name` goes over as many features as a projection beside it gives. One that states no width goes
     over whatever it is given, which is what the class's entry says."""
     stated = normalized_widths(model.get_submodule(name))
     return not stated.isdisjoint(widths_beside(model, name)) if stated else True
 
 
-def widths_beside(model: Any, name: str) -> set[int]:
+def widths_beside(model: nn.Module, name: str) -> set[int]:
     """How many features the projections of queries, keys and values beside the module `name` give."""
     from torch.nn import Linear
 

@@ -15,6 +15,7 @@ from .draw import Case, Draw, Inputs
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 CASES: Mapping[str, Case] = {**wan.CASES, **video.CASES, **flux.CASES, **image.CASES, **audio.CASES}
 
@@ -32,12 +33,12 @@ def build(name: str, config: Mapping[str, Any] | None = None, seed: int = 0) -> 
     return model.eval()
 
 
-def inputs(model: Any, seed: int = 1) -> Inputs:
+def inputs(model: nn.Module, seed: int = 1) -> Inputs:
     """Keyword arguments for a call of `model`, whose class has a case."""
     return CASES[type(model).__name__].inputs(model.config, Draw(seed))
 
 
-def outputs(model: Any, given: Inputs) -> list[torch.Tensor]:
+def outputs(model: nn.Module, given: Inputs) -> list[torch.Tensor]:
     """Every tensor that a call gives, in order."""
     import torch
 
