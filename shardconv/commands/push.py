@@ -82,7 +82,7 @@ def push(
 
     Raises:
         UsageError, SetError: before anything is sent; HubError then, when the repo is open to more people than its
-            source or that cannot be known, and when the Hub fails: what was uploaded is not sent again by the next push.
+            source or that cannot be known; and when the Hub fails: what was uploaded is not sent again by another push.
     """
     repo = _repo(repo_id, token, revision, create_pr)
     local = _verified(Path(out), degrees, new_progress, tell)

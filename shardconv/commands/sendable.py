@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import SetError, ShardconvError, UsageError
 from ..format.manifest import Manifest
-from ..format.names import CONFIG_NAME, MANIFEST_NAME, MODEL_INDEX, degree_of, is_hidden, unfinished_degree
-from ..format.pipeline import pipeline_components
+from ..format.names import CONFIG_NAME, MANIFEST_NAME, MODEL_INDEX, degree_wanted, is_hidden, unfinished_degree
+from ..format.pipeline import CARD_STEM, pipeline_files
 from ..format.sets import sets_in
-from ..system.links import files_in, leads_out, link_issues
-
-_ABOUT = ("LICENSE", "NOTICE")  # files of the root that go along, by how their names begin
+from ..system.links import leads_out, link_issues
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,8 @@ def sendable(out: Path, degrees: Collection[int] | None) -> Sendable:
             others[f"{component}/{CONFIG_NAME}".lstrip("/")] = folder / CONFIG_NAME
     if not sets and not issues:
         raise SetError(f"{out}: no converted set in it; give the folder that shardconv convert wrote")
-    others |= _pipeline_files(out, components)
+    beside = (name for name in pipeline_files(out, components) if not name.upper().startswith(CARD_STEM))
+    others |= {name: out / name for name in beside}  # the repo's card is `push`'s
     sent = [*others.items(), *(file for each in sets for file in each.files().items())]
     outside = {name: leads_out(path, out) for name, path in sent}
     issues += [f"{name}: a link that leads out of {out}, to {real}; not sent" for name, real in outside.items() if real]
@@ -93,13 +92,7 @@ def _components(out: Path) -> list[str]:
 
 
 def _holds_sets(folder: Path) -> bool:
-    return any(_degree_of(name) for name in os.listdir(folder)) and not (folder / MANIFEST_NAME).exists()
-
-
-def _degree_of(name: str) -> int | None:
-    """The tp degree that the folder of a set, finished or not, is for."""
-    under_construction = name.startswith(".") and name.endswith(".partial")
-    return degree_of(name[1 : -len(".partial")] if under_construction else name)
+    return any(degree_wanted(name) for name in os.listdir(folder)) and not (folder / MANIFEST_NAME).exists()
 
 
 def _unfinished_pipelines(out: Path, degrees: Collection[int] | None) -> list[str]:
@@ -116,19 +109,7 @@ def _unfinished(component: Path, degrees: Collection[int] | None) -> list[str]:
     return [
         f"{component / name}: an unfinished conversion; run shardconv convert again, then push"
         for name in sorted(os.listdir(component))
-        if (degree := _degree_of(name)) is not None
+        if (degree := degree_wanted(name)) is not None
         and degree not in complete
         and (degrees is None or degree in degrees)
     ]
-
-
-def _pipeline_files(out: Path, sharded: Sequence[str]) -> dict[str, Path]:
-    """`model_index.json`, the components that are not sharded, and licences. Hidden files never go along."""
-    names = sorted(path.name for path in out.iterdir() if path.name.upper().startswith(_ABOUT) and path.is_file())
-    if (out / MODEL_INDEX).is_file():
-        for component in pipeline_components(out):
-            if component not in sharded:
-                inside = (path.relative_to(out) for path in files_in(out / component))
-                names += sorted(path.as_posix() for path in inside if not any(map(is_hidden, path.parts)))
-        names.append(MODEL_INDEX)
-    return {name: out / name for name in names}

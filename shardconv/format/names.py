@@ -55,6 +55,12 @@ def partial_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.partial")
 
 
+def degree_wanted(name: str) -> int | None:
+    """The tp degree that the folder of a set, finished or not, is for."""
+    is_partial = name.startswith(".") and name.endswith(".partial")
+    return degree_of(name[1 : -len(".partial")] if is_partial else name)
+
+
 def aside_folder(folder: Path) -> Path:
     """Where `folder` goes while another one takes its place on a system that cannot exchange two."""
     return folder.with_name(f".{folder.name}.shardconv-old")

@@ -12,7 +12,6 @@ from ..format.weights import read_index, select_files
 from .snapshot import Snapshot
 from .store import Listing, Store
 
-_ABOUT = ("LICENSE", "README", "NOTICE")
 _WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5", ".onnx", ".onnx_data", ".gguf", ".pb",
     ".flashpack", ".tflite",
@@ -32,10 +31,6 @@ def component_files(repo: Store, listing: Listing, components: Iterable[str], va
     """Names of all files that loading these components, uncut, reads; indexes are fetched."""
     needed = needed_files(repo, listing, components, variant)
     return [*needed.small, *needed.weights]
-
-
-def is_about(name: str) -> bool:
-    return "/" not in name and name.upper().startswith(_ABOUT)
 
 
 def needed_files(repo: Store, listing: Listing, components: Iterable[str], variant: str | None) -> Needed:

@@ -11,10 +11,10 @@ from ..errors import CheckpointError, HubError
 from ..format.config import no_config, read_config
 from ..format.header import MAX_HEADER_NBYTES
 from ..format.names import CONFIG_NAME, MODEL_INDEX
-from ..format.pipeline import pipeline_components
+from ..format.pipeline import is_about, pipeline_components
 from ..format.weights import check_variant
 from ..libraries.choose import library_named
-from ..remote.needed import Needed, is_about, is_weights, needed_files
+from ..remote.needed import Needed, is_weights, needed_files
 from ..remote.snapshot import Snapshot
 from ..remote.store import Listing, Store
 
