@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from shardconv.errors import LoadError, ShardconvWarning, UsageError
-from shardconv.format.dtypes import CAST_FLOATS, REAL_FLOATS, torch_dtype
+from shardconv.format.dtypes import CAST_FLOATS, REAL_FLOATS, format_name, torch_dtype
 from shardconv.format.header import FileHeader
 from shardconv.format.manifest import Manifest
 from shardconv.libraries.choose import library_of, model_class
@@ -96,7 +96,7 @@ def load_model(
         model = _load_alike(place, inside, wishes, ranks)
     if check_inputs:
         compare_next_call(model, ranks)
-    model.register_to_config(_name_or_path=os.fspath(path))  # type: ignore[operator]
+    library_of(type(model)).note(model, os.fspath(path), dtype)
     return model
 
 
@@ -172,7 +172,8 @@ def _load_rank(
         tensors = {name: tensor for take in loaded for name, tensor in take().items()}
     del stored, loaded  # they keep what a cast replaces
     if dtype is not None:
-        cast = partial(_cast, tensors, dtype, library_of(cls).keep_in_fp32(cls))
+        fp32 = library_of(cls).keep_in_fp32(cls, format_name(dtype))
+        cast = partial(_cast, tensors, dtype, fp32)
         # Of mapped files it reads every page; on an accelerator it belongs on the stream of this thread.
         stoppable(cast, wanted, "loader-cast") if device.type == "cpu" else cast()
     attach(model, tensors, device)

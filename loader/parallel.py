@@ -90,7 +90,9 @@ def _resolve(model: nn.Module, tp: int | None, choice: PlanChoice, ranks: Ranks)
 
 def _fingerprint(model: nn.Module, resolution: Resolution) -> str:
     """Tells two models and plans apart: by config, cuts, and both ends of every parameter and buffer."""
-    config = {key: value for key, value in getattr(model, "config", {}).items() if not key.startswith("_")}
+    held: Any = getattr(model, "config", {})
+    items = (held if isinstance(held, Mapping) else held.to_dict()).items()
+    config = {key: value for key, value in items if not key.startswith("_")}
     digest = xxhash.xxh3_128(repr((sorted(config.items()), resolution.modules)).encode())
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         flat = parameter.detach().reshape(-1)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardconv.errors import SetError
-from shardconv.format.names import MANIFEST_NAME, WEIGHTS_STEM, degree_of, is_hidden, set_folder_name
+from shardconv.format.names import MANIFEST_NAME, WEIGHTS_STEMS, degree_of, is_hidden, set_folder_name
 from shardconv.format.sets import sets_in
 
 
@@ -37,7 +37,7 @@ def find_set(path: str | os.PathLike[str], subfolder: str | None, size: int) -> 
     inner = [child.name for child in visible if sets_in(child)]
     if inner:
         raise SetError(f"{component}: the set is in {', '.join(inner)}; add subfolder={inner[0]!r}")
-    if any(child.name.startswith(WEIGHTS_STEM) for child in component.iterdir()):
+    if any(child.name.startswith(WEIGHTS_STEMS) for child in component.iterdir()):
         raise SetError(
             f"{component}: an ordinary checkpoint, not converted; run: shardconv convert --tp {size} {component} OUT"
         )

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardconv.errors import PlanError, UsageError
+from shardconv.libraries.choose import library_of
 
 from ..group.ranks import Ranks
 
@@ -19,12 +20,6 @@ _SHARDED = "is sharded with tensor parallelism, so it cannot"
 _ADAPTER = (
     "have an IP-Adapter, whose attention processors hold projections as wide as all heads; run that model unsharded"
 )
-# What diffusers 0.42.1 does not check: it looks only where it loads adapter weights, and makes a repo before it saves.
-_UNCHECKED = {
-    "add_adapter": "have an adapter added; fuse it before sharding",
-    "push_to_hub": "be pushed",
-    "_load_ip_adapter_weights": _ADAPTER,
-}
 # Parts of the names of diffusers' hooks -> what somebody did, and how it goes together with sharding.
 _HOOKS: Mapping[str, str] = {
     "group_offloading": "carries an offload hook; load it without offloading",
@@ -119,18 +114,12 @@ def _is_tensors(value: object) -> bool:
 
 def mark_sharded(model: nn.Module, ranks: Ranks) -> None:
     """Make diffusers' own refusals for a sharded model apply to this one, and add our way out to them."""
-    try:
-        from diffusers import ParallelConfig, TensorParallelConfig
-    except ImportError:
-        from diffusers.models._modeling_parallel import ParallelConfig, TensorParallelConfig
-
-    config = ParallelConfig(tensor_parallel_config=TensorParallelConfig(tp_degree=ranks.size))
-    model._parallel_config = config
+    library = library_of(type(model))
     # Refusals speak for an empty model of the class: bound to `model` itself they would be a reference cycle, and its
     # memory would stay until the garbage collector comes by.
     empty = _empty(model)
-    empty._parallel_config = config
-    for name in (*_REFUSED, *_UNCHECKED):
+    library.mark_sharded(model, empty, ranks.size)
+    for name in (*(name for name in _REFUSED if name not in library.refused), *library.refused):
         if hasattr(empty, name):
             setattr(model, name, functools.partial(_refused, empty, name))
     if hasattr(empty, "set_attn_processor"):
@@ -148,8 +137,8 @@ def _empty(model: nn.Module) -> nn.Module:
 def _refused(empty: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
     """Have diffusers refuse a method on a sharded model, and add our way out to what it says."""
     try:
-        if name in _UNCHECKED:
-            raise ValueError(f"'{type(empty).__name__}' {_SHARDED} {_UNCHECKED[name]}.")
+        if what := library_of(type(empty)).refused.get(name):
+            raise ValueError(f"'{type(empty).__name__}' {_SHARDED} {what}.")
         getattr(type(empty), name)(empty, *args, **kwargs)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise type(error)(f"{error} {WAY_OUT}") from error

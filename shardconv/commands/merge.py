@@ -21,6 +21,7 @@ from ..format.manifest import Manifest
 from ..format.names import CONFIG_NAME, MANIFEST_NAME, MODEL_INDEX, WEIGHTS_STEM
 from ..format.pipeline import rest_of_pipeline
 from ..format.sets import SetFile, any_set, component_of, components_in, open_files
+from ..libraries.choose import library_named
 from ..system.linux import remove_folders
 from ..system.progress import Progress
 from ..target.checks import check_space, copied_nbytes
@@ -115,7 +116,7 @@ def _prepare(component: Path, name: str, limit: int) -> _Job:
     if config_digest(config) != manifest.config_digest:
         raise SetError(f"{folder.parent / CONFIG_NAME}: not the config that was converted; put the source's back")
     files = open_files(folder, manifest, range(manifest.tp_degree))
-    weights = _weight_files(manifest.tensors, limit)
+    weights = _weight_files(manifest, limit)
     return _Job(name, manifest, config_bytes, weights, _route_plan(manifest, files, weights))
 
 
@@ -129,7 +130,7 @@ def _execute(job: _Job, out: Path, new_progress: Callable[[str, int], Progress])
             write_all(fd, memoryview(file.header), 0)
         last = {CONFIG_NAME: job.config_bytes}
         if len(job.weights) > 1:
-            last[f"{WEIGHTS_STEM}.safetensors.index.json"] = _index(job.manifest.tensors, job.weights)
+            last[f"{_stem(job.manifest)}.safetensors.index.json"] = _index(job.manifest.tensors, job.weights)
         if out.exists():
             out.rmdir()
         partial.publish(last)
@@ -145,10 +146,16 @@ def _undo(out: Path, names: Sequence[str], existed: bool) -> None:
     remove_folders([*(out / folder for folder in deepest_first), *([] if existed else [out])])
 
 
-def _weight_files(tensors: Sequence[StoredTensor], limit: int) -> list[_WeightFile]:
+def _stem(manifest: Manifest) -> str:
+    """What the names of the weight files begin with, by the model's library."""
+    library = library_named(manifest.library_name)
+    return library.weight_stem if library else WEIGHTS_STEM
+
+
+def _weight_files(manifest: Manifest, limit: int) -> list[_WeightFile]:
     """Tensors in source order, in files of at most `limit` bytes (a larger tensor has a file of its own)."""
     groups: list[list[TensorEntry]] = [[]]
-    for tensor in tensors:
+    for tensor in manifest.tensors:
         nbytes = nbytes_of(tensor.dtype, tensor.shape)
         start = groups[-1][-1].end if groups[-1] else 0
         if groups[-1] and start + nbytes > limit:
@@ -158,7 +165,7 @@ def _weight_files(tensors: Sequence[StoredTensor], limit: int) -> list[_WeightFi
     total = len(groups)
     return [
         _WeightFile(
-            f"{WEIGHTS_STEM}{f'-{position:05d}-of-{total:05d}' if total > 1 else ''}.safetensors",
+            f"{_stem(manifest)}{f'-{position:05d}-of-{total:05d}' if total > 1 else ''}.safetensors",
             tuple(group),
             encode_header(group, {"format": "pt"}),
         )

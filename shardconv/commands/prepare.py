@@ -99,7 +99,7 @@ def _prepared(located: Located, component: str, out: Path, options: Options, pla
     _check(checkpoint, model, aliases, check_target(target, checkpoint.folder, options.tp, checkpoint.config_bytes))
     entries = {name: held.entry for name, held in checkpoint.tensors.items() if name in model.tensors}
     cast_to = DTYPES[options.dtype] if options.dtype else None
-    fp32 = model.fp32_modules if cast_to else ()
+    fp32 = model.fp32_modules[cast_to] if cast_to else ()
     kept = [name for name in entries if kept_in_fp32(name, fp32)]
     tensors = stored_tensors(entries.values(), model.cuts, cast_to, kept)
     layout = plan_layout(tensors, options.tp, options.self_contained)

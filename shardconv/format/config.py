@@ -35,6 +35,8 @@ def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
         raise CheckpointError(no_config(str(folder), names_in(folder))) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error}); fetch it again") from None
+    if isinstance(config, dict) and "_class_name" not in config:
+        config |= _of_architectures(config)
     if not isinstance(config, dict) or not isinstance(config.get("_class_name"), str):
         raise CheckpointError(f"{path}: expected a diffusers config with _class_name, found none; is it a component?")
     if release := _original_release(path, config):
@@ -47,6 +49,12 @@ def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
             "convert the unquantized checkpoint"
         )
     return config, raw
+
+
+def _of_architectures(config: Mapping[str, Any]) -> dict[str, str]:
+    """transformers' name for the class, as diffusers would give it."""
+    named = config.get("architectures")
+    return {"_class_name": named[0]} if isinstance(named, list) and named and isinstance(named[0], str) else {}
 
 
 def _original_release(path: Path, config: Any) -> str | None:

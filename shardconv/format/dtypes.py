@@ -34,6 +34,11 @@ def nbytes_of(dtype: str, shape: Sequence[int]) -> int:
     return (math.prod(shape) * DTYPE_BITS[dtype] + 7) // 8
 
 
+def format_name(dtype: torch.dtype) -> str:
+    """The name that the format has for a dtype of torch; "" for one that it has not."""
+    return next((name for name, known in _OF_TORCH.items() if str(dtype) == f"torch.{known}"), "")
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """torch's dtype for a name of the format. Raises `UsageError` when this torch has none."""
     import torch

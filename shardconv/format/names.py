@@ -8,6 +8,7 @@ from pathlib import Path
 MODEL_INDEX = "model_index.json"  # of a pipeline
 CONFIG_NAME = "config.json"  # of a component
 WEIGHTS_STEM = "diffusion_pytorch_model"
+WEIGHTS_STEMS = (WEIGHTS_STEM, "model")  # of diffusers' and of transformers' components
 MANIFEST_NAME = "shardconv.json"  # of a converted set
 REPLICATED_FILE = "replicated.safetensors"  # of a converted set
 LORA_FILE = "pytorch_lora_weights.safetensors"

@@ -28,6 +28,7 @@ class Style(str, Enum):
     PACKED_COLWISE = "packed_colwise"
     PACKED_ROWWISE = "packed_rowwise"
     NORM_ACROSS_HEADS = "norm_across_heads"
+    VOCABULARY = "vocabulary"
     PARAMETER = "parameter"
 
     @property
@@ -72,6 +73,8 @@ STYLES: Mapping[Style, Meaning] = {
     Style.PACKED_ROWWISE: Meaning(1, "local", "summed", _PRODUCTS, is_packed=True),
     # A norm over a sharded dim: weight and bias are cut, its statistics summed over the ranks.
     Style.NORM_ACROSS_HEADS: Meaning(0, "local", "local", "norms over all heads"),
+    # Each rank looks up the ids whose rows it holds and gives zeros for the others: the sum is exact.
+    Style.VOCABULARY: Meaning(0, "whole", "summed", "nn.Embedding"),
     # A tensor that a module holds outside any layer: one value a head, the weights of experts.
     Style.PARAMETER: Meaning(0, "none", "none", "bare parameters and buffers"),
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..system.jsonfile import parse, read_bounded
 from ..system.links import refuse_link_out
-from .names import WEIGHTS_STEM
+from .names import WEIGHTS_STEM, WEIGHTS_STEMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,14 @@ class Selection:
     variant: str | None
 
 
-def select_files(names: Iterable[str], variant: str | None, stem: str = WEIGHTS_STEM) -> Selection | None:
+def select_files(
+    names: Iterable[str], variant: str | None, stem: str = WEIGHTS_STEM, prefers_single: bool = False
+) -> Selection | None:
     """The index or single weight file that `from_pretrained(variant=...)` takes among `names`; None when none fits.
 
     Names as diffusers has used them: `X.safetensors.index.fp16.json` (now), `X.safetensors.fp16.index.json` (before),
     `X.fp16.safetensors`. A folder without files of the variant falls back to the default files, as pipelines do. `stem`
-    is the X; transformers' components have "model".
+    is the X; transformers' components have "model". `prefers_single`: a single file comes before an index beside it.
     """
     present = set(names)
     tags = [variant, None] if variant else [None]
@@ -37,8 +39,10 @@ def select_files(names: Iterable[str], variant: str | None, stem: str = WEIGHTS_
             indexes.append(f"{stem}.safetensors.{tag}.index.json")
         single = f"{stem}{'.' + tag if tag else ''}.safetensors"
         index = next((name for name in indexes if name in present), None)
-        if index or single in present:
-            return Selection(index, None if index else single, tag)
+        if single in present and (prefers_single or not index):
+            return Selection(None, single, tag)
+        if index:
+            return Selection(index, None, tag)
     return None
 
 
@@ -54,7 +58,7 @@ def variants_in(names: Iterable[str]) -> set[str | None]:
     default ones are None; shards without their index are no weights."""
     found: set[str | None] = set()
     for name in (name.rpartition("/")[2] for name in names):
-        stem = next((stem for stem in (WEIGHTS_STEM, "model") if name.startswith(stem)), None)
+        stem = next((stem for stem in WEIGHTS_STEMS if name.startswith(stem)), None)
         matches = (pattern.fullmatch(name[len(stem) :]) for pattern in _VARIANTS) if stem else ()
         found |= {match["variant"] for match in matches if match}
     return found

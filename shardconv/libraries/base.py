@@ -18,6 +18,18 @@ class ModelLibrary(Protocol):
     def name(self) -> str:
         """As `model_index.json` and manifests write it: the top-level package of its classes."""
 
+    @property
+    def weight_stem(self) -> str:
+        """What the names of its weight files begin with."""
+
+    @property
+    def prefers_single(self) -> bool:
+        """Whether a single weight file comes before an index beside it."""
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether its classes may carry plans of their own; else the catalogue alone has them."""
+
     def version(self) -> str:
         """Of the installed one."""
 
@@ -40,8 +52,18 @@ class ModelLibrary(Protocol):
     def own_plan(self, cls: Any) -> object:
         """The plan that the class itself carries, as `parse_plan` takes it; None or empty when it has none."""
 
-    def keep_in_fp32(self, cls: Any) -> tuple[str, ...]:
-        """Names of modules that the class wants in fp32 whatever dtype is asked for."""
+    def keep_in_fp32(self, cls: Any, dtype: str) -> tuple[str, ...]:
+        """Names of modules that the class wants in fp32 when `dtype` (a name of the format) is asked for."""
 
     def ignored_patterns(self, cls: Any) -> tuple[str, ...]:
         """Regular expressions of unexpected tensors that the class tells loaders to ignore."""
+
+    def note(self, model: Any, path: str, dtype: Any) -> None:
+        """Have a model know where it was loaded from, and in which dtype of torch, as its own loading does."""
+
+    def mark_sharded(self, model: Any, empty: Any, tp: int) -> None:
+        """Have the library's own refusals for a sharded model apply to `model`, and to an `empty` one of its class."""
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """Methods of its models -> what a sharded one cannot, as the library itself does not refuse it."""

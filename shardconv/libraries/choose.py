@@ -8,13 +8,20 @@ from typing import Any
 from ..errors import CheckpointError
 from .base import ModelLibrary
 from .diffusers import Diffusers
+from .transformers import Transformers
 
-LIBRARIES: tuple[ModelLibrary, ...] = (Diffusers(),)
+LIBRARIES: tuple[ModelLibrary, ...] = (Diffusers(), Transformers())
 
 
 def library_named(name: str) -> ModelLibrary | None:
     """The library that `model_index.json` calls so; None for one whose models are never cut."""
     return next((library for library in LIBRARIES if library.name == name), None)
+
+
+def library_for(config: Mapping[str, Any]) -> ModelLibrary:
+    """The library that a component with this config is of, told without importing any."""
+    is_transformers = "architectures" in config and "_diffusers_version" not in config
+    return next(library for library in LIBRARIES if (library.name == "transformers") == is_transformers)
 
 
 def library_of(cls: Any) -> ModelLibrary:

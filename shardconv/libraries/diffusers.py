@@ -14,6 +14,16 @@ class Diffusers:
     """See `ModelLibrary`."""
 
     name = "diffusers"
+    weight_stem = "diffusion_pytorch_model"
+    prefers_single = False
+    has_plans = True
+    # What diffusers 0.42.1 does not check: it looks where it loads adapters, and makes a repo before it saves.
+    refused: Mapping[str, str] = {
+        "add_adapter": "have an adapter added; fuse it before sharding",
+        "push_to_hub": "be pushed",
+        "_load_ip_adapter_weights": "have an IP-Adapter, whose attention processors hold projections as wide as all "
+        "heads; run that model unsharded",
+    }
 
     def version(self) -> str:
         """See `ModelLibrary`."""
@@ -63,8 +73,8 @@ class Diffusers:
         """See `ModelLibrary`."""
         return getattr(cls, "_tp_plan", None)
 
-    def keep_in_fp32(self, cls: Any) -> tuple[str, ...]:
-        """See `ModelLibrary`; a class may name one module by a string."""
+    def keep_in_fp32(self, cls: Any, dtype: str) -> tuple[str, ...]:
+        """See `ModelLibrary`: whatever the dtype. A class may name one module by a string."""
         names = getattr(cls, "_keep_in_fp32_modules", None) or ()
         return (names,) if isinstance(names, str) else tuple(names)
 
@@ -72,6 +82,21 @@ class Diffusers:
         """See `ModelLibrary`; a class may name one pattern by a string."""
         patterns = getattr(cls, "_keys_to_ignore_on_load_unexpected", None) or ()
         return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+    def note(self, model: Any, path: str, dtype: Any) -> None:
+        """See `ModelLibrary`."""
+        model.register_to_config(_name_or_path=path)
+
+    def mark_sharded(self, model: Any, empty: Any, tp: int) -> None:
+        """See `ModelLibrary`."""
+        try:
+            from diffusers import ParallelConfig, TensorParallelConfig
+        except ImportError:
+            from diffusers.models._modeling_parallel import ParallelConfig, TensorParallelConfig
+
+        model._parallel_config = empty._parallel_config = ParallelConfig(
+            tensor_parallel_config=TensorParallelConfig(tp_degree=tp)
+        )
 
 
 def _renamings(name: str) -> Mapping[str, str]:

@@ -83,6 +83,8 @@ def has_plan(library: str, name: str, config: Mapping[str, Any] | None = None) -
     """Whether a pipeline component (`library`, class name of model_index.json, its config) is a model that has a plan;
     None when it is no model of a library that we know."""
     known = library_named(library)
+    if known is not None and not known.has_plans:  # asked without importing it
+        return True if name in ENTRIES and ENTRIES[name].library == library else None
     if known is None or known.find(name) is None:
         return None
     cls = known.current(name, config or {})

@@ -27,7 +27,7 @@ class ModelFacts:
     tensors: Mapping[str, tuple[int, ...]]  # name -> shape of every parameter and persistent buffer
     tied: tuple[tuple[str, ...], ...]  # names that are one parameter
     ignored: tuple[str, ...]  # regular expressions of unexpected tensors that loaders ignore
-    fp32_modules: tuple[str, ...]  # kept in fp32 under a cast
+    fp32_modules: Mapping[str, tuple[str, ...]]  # kept in fp32 under a cast to that dtype, a name of the format
     cuts: Mapping[str, tuple[Style, Cut | None]]  # parameter -> style, cut; the others are replicated
     head_counts: tuple[int, ...]  # of planned attentions, each once, ascending; tp degrees must divide them
     degrees: tuple[int, ...]  # the tp degrees up to 16 that fit
@@ -52,7 +52,7 @@ class ModelFacts:
             tensors={name: tuple(shape) for name, shape in raw["tensors"].items()},
             tied=tuple(map(tuple, raw["tied"])),
             ignored=tuple(raw["ignored"]),
-            fp32_modules=tuple(raw["fp32_modules"]),
+            fp32_modules={dtype: tuple(names) for dtype, names in raw["fp32_modules"].items()},
             cuts={
                 name: (Style(style), cut and Cut(cut["dim"], tuple(cut["block_sizes"])))
                 for name, (style, cut) in raw["cuts"].items()
@@ -103,7 +103,7 @@ def model_facts(config: Mapping[str, Any], choice: PlanChoice, tp: int) -> Model
         tensors=stored_tensors(model),
         tied=tuple(tied_names(model)),
         ignored=library.ignored_patterns(cls),
-        fp32_modules=library.keep_in_fp32(cls),
+        fp32_modules={dtype: library.keep_in_fp32(cls, dtype) for dtype in ("BF16", "F16", "F32")},
         cuts=cuts,
         head_counts=tuple(sorted(heads)),
         degrees=tuple(degrees),

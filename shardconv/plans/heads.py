@@ -34,7 +34,7 @@ def head_counts(model: nn.Module, colwise: Sequence[str]) -> Iterator[tuple[str,
         return
     config = getattr(model, "config", {})
     for key in CONFIG_HEADS:
-        value = config.get(key)
+        value = getattr(config, key, None)
         if isinstance(value, int):
             yield f"config.json {key}", value
     for owner in owners(colwise):

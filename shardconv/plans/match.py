@@ -146,7 +146,7 @@ def _scope(model: nn.Module, name: str) -> str:
 
 
 def _planned(model: nn.Module, name: str, module: Any, pattern: str, rule: Rule) -> PlannedModule:
-    from torch.nn import Conv2d, Linear
+    from torch.nn import Conv2d, Embedding, Linear
 
     dim = rule.style.dim
     if rule.style is Style.NORM_ACROSS_HEADS:
@@ -154,7 +154,10 @@ def _planned(model: nn.Module, name: str, module: Any, pattern: str, rule: Rule)
         if type(module).__name__ not in _NORMS or len(widths) != 1:
             raise ValueError(f"expected a norm over one dim, found {type(module).__name__}")
         return PlannedModule(name, pattern, _scope(model, name), rule.style, Cut(0, tuple(widths)))
-    if isinstance(module, Conv2d):
+    if rule.style is Style.VOCABULARY:
+        if not isinstance(module, Embedding):
+            raise ValueError(f"expected an nn.Embedding, found {type(module).__name__}")
+    elif isinstance(module, Conv2d):
         if rule.style is Style.ROWWISE_SPLIT_INPUT or (dim == 1 and module.groups > 1):
             raise ValueError(f"a convolution cannot be {rule.style.value}")
     elif not isinstance(module, Linear):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import CheckpointError
-from ..format.names import MANIFEST_NAME, WEIGHTS_STEM
+from ..format.names import MANIFEST_NAME, WEIGHTS_STEMS
 from ..format.weights import read_index, select_files
 from .snapshot import Snapshot
 from .store import Listing, Store
@@ -16,7 +16,6 @@ _WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5", ".onnx", ".onnx_data", ".gguf", ".pb",
     ".flashpack", ".tflite",
 )  # fmt: skip
-_STEMS = (WEIGHTS_STEM, "model")  # of diffusers' and of transformers' components
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def _weights(
     repo: Store, listing: Listing, prefix: str, names: list[str], variant: str | None, small: list[str]
 ) -> list[str]:
     """Weight files of one component; its index is added to `small`."""
-    selection = next((found for stem in _STEMS if (found := select_files(names, variant, stem))), None)
+    selection = next((found for stem in WEIGHTS_STEMS if (found := select_files(names, variant, stem))), None)
     if selection is None:
         return [name for name in names if name.endswith(".safetensors")] or _pickled(prefix, names, variant, small)
     if selection.index is None:

@@ -16,6 +16,7 @@ from ..format.config import read_config
 from ..format.header import FileHeader, TensorEntry
 from ..format.names import MANIFEST_NAME, PICKLE_SUFFIXES
 from ..format.weights import Selection, read_index, select_files, shorten
+from ..libraries.choose import library_for
 from ..system.links import names_in, strange_link
 from .refusals import no_weights, refusals_of
 
@@ -69,10 +70,11 @@ def open_checkpoint(folder: Path, variant: str | None = None, elsewhere: Iterabl
             f"{folder}: a converted set; convert its source, or get the ordinary checkpoint back with: shardconv merge"
         )
     config, config_bytes = read_config(folder)
-    selection = select_files(names, variant)
+    library = library_for(config)
+    selection = select_files(names, variant, library.weight_stem, library.prefers_single)
     if selection is None:
         step = "choose another revision or repo" if elsewhere else "fetch them"
-        raise CheckpointError(no_weights(folder, sorted({*names, *elsewhere}), variant, step))
+        raise CheckpointError(no_weights(folder, sorted({*names, *elsewhere}), variant, step, library.weight_stem))
     if selection.index:
         listed = read_index(folder / selection.index)
         file_names = sorted(set(listed.values()))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..format.header import FileHeader
-from ..format.names import CONFIG_NAME, LORA_FILE, PICKLE_SUFFIXES, WEIGHTS_STEM
+from ..format.names import CONFIG_NAME, LORA_FILE, PICKLE_SUFFIXES
 
 _FOREIGN_SUFFIXES = (".gguf", ".msgpack", ".flashpack", ".onnx")
 _LORA_KEY = re.compile(r"(^|\.)(lora_[AB]|lora_(up|down)|base_layer|lora)(\.|$)|lora_(up|down)\.weight$")
@@ -48,7 +48,7 @@ def refusals_of(names: Iterable[str]) -> list[str]:
     return []
 
 
-def no_weights(folder: Path, names: Sequence[str], variant: str | None, step: str) -> str:
+def no_weights(folder: Path, names: Sequence[str], variant: str | None, step: str, stem: str) -> str:
     if LORA_FILE in names:
         return f"{folder}: holds a LoRA ({LORA_FILE}), not a model; fuse it into its base model first (fuse_lora)"
     for suffixes, what in ((PICKLE_SUFFIXES, "pickled"), (_FOREIGN_SUFFIXES, "foreign-format")):
@@ -61,5 +61,5 @@ def no_weights(folder: Path, names: Sequence[str], variant: str | None, step: st
     single = [name for name in names if name.endswith(".safetensors")]
     if single:
         hint = "" if variant else "; if it is a variant, name it with --variant"
-        return f"{folder}: expected {WEIGHTS_STEM}.safetensors or its index, found {', '.join(single[:3])}{hint}"
-    return f"{folder}: no weights ({WEIGHTS_STEM}*.safetensors); {step}"
+        return f"{folder}: expected {stem}.safetensors or its index, found {', '.join(single[:3])}{hint}"
+    return f"{folder}: no weights ({stem}*.safetensors); {step}"

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..format.names import CONFIG_NAME, WEIGHTS_STEM, is_hidden, is_set_file, set_folder_name
+from ..format.names import CONFIG_NAME, WEIGHTS_STEMS, is_hidden, is_set_file, set_folder_name
 from .links import is_same
 
 
@@ -29,7 +29,7 @@ def check_component(out: Path, source: Path, tp: int, config_bytes: bytes) -> li
     if config.exists() and config.read_bytes() != config_bytes:
         issues.append(f"{config}: belongs to another model than {source}; name another OUT")
     names = sorted(entry.name for entry in os.scandir(out)) if out.is_dir() else []
-    weights = [name for name in names if name.startswith(WEIGHTS_STEM)]
+    weights = [name for name in names if name.startswith(WEIGHTS_STEMS)]
     if weights:
         issues.append(f"{out / weights[0]}: ordinary weights, which a set must not stand beside; name another OUT")
     folder = out / set_folder_name(tp)

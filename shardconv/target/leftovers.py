@@ -12,7 +12,7 @@ from ..format.names import (
     CONFIG_NAME,
     JOURNAL_NAME,
     MANIFEST_NAME,
-    WEIGHTS_STEM,
+    WEIGHTS_STEMS,
     aside_folder,
     is_hidden,
     is_set_file,
@@ -56,7 +56,7 @@ def claimed(folder: Path) -> Iterator[bool]:
 
 
 def is_ours(name: str) -> bool:
-    return is_set_file(name) or name in (CONFIG_NAME, JOURNAL_NAME) or name.startswith(WEIGHTS_STEM)
+    return is_set_file(name) or name in (CONFIG_NAME, JOURNAL_NAME) or name.startswith(WEIGHTS_STEMS)
 
 
 def remove_our_files(folder: Path, kept: Iterable[str] = ()) -> bool:

@@ -16,6 +16,7 @@ C, R, N = Rule(Style.COLWISE), Rule(Style.ROWWISE), Rule(Style.NORM_ACROSS_HEADS
 F = Rule(Style.PACKED_COLWISE, AS_TAKEN)
 PR = Rule(Style.PACKED_ROWWISE, OUT_AND_REST)
 SPLIT = Rule(Style.ROWWISE_SPLIT_INPUT)
+VOCABULARY = Rule(Style.VOCABULARY)
 
 Rules = Mapping[str, Rule]
 
@@ -48,6 +49,14 @@ LINEAR_123 = each(C, "linear_1", "linear_3") | {"linear_2": R}
 CONV_FF = {"conv_inverted": F, "conv_depth": F, "conv_point": R}
 
 # --- plans that several classes share
+T5 = each(VOCABULARY, "shared", "encoder.embed_tokens") | under(
+    "encoder.block.*",
+    under(
+        "layer.0.SelfAttention",
+        each(C, "q", "k", "v") | {"o": R, "relative_attention_bias.weight": Rule(Style.PARAMETER, dim=1)},
+    ),
+    under("layer.1.DenseReluDense", each(C, "wi", "wi_0", "wi_1") | {"wo": R}),
+)
 BLOCKS_12 = under("transformer_blocks.*", under("attn1", ATTENTION), under("attn2", ATTENTION), under("ff", FF))
 WAN = under("blocks.*", under("attn1", WIDE), under("attn2", WIDE, ADDED_KV), under("ffn", FF))
 DUAL = under("transformer_blocks.*", under("attn", JOINT), under("ff", FF), under("ff_context", FF))
@@ -472,5 +481,10 @@ ENTRIES: Mapping[str, Entry] = {
             under("cross_attn", {"to_q": F, "to_kv": F, "to_out": R}),
             under("ff", {"proj_in": F, "proj_out": R}),
         ),
+    ),
+    # --- text encoders
+    "T5EncoderModel": Entry(library="transformers", checked=("5.24.0",), heads={"T5Attention": ("n_heads",)}, plan=T5),
+    "UMT5EncoderModel": Entry(
+        library="transformers", checked=("5.24.0",), heads={"UMT5Attention": ("n_heads", "inner_dim")}, plan=T5
     ),
 }

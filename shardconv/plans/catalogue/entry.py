@@ -55,7 +55,8 @@ class Entry:
     refused: tuple[Refused, ...] = ()  # what no plan can shard
     handed_on: tuple[str, ...] = ()  # modules without an output layer: another one's takes what they give
     raw: tuple[str, ...] = ()  # layers whose weights the class reads itself, so that no rule can take them
-    checked: tuple[str, ...] = ("0.42.1",)  # the diffusers versions it was tested with
+    checked: tuple[str, ...] = ("0.42.1",)  # the versions of its library it was tested with
+    library: str = "diffusers"
 
 
 def expand(rules: Mapping[str, Rule], model: nn.Module) -> Plan:

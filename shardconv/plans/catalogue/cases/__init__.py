@@ -10,24 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from . import audio, flux, image, video, wan
+from . import audio, flux, image, text, video, wan
 from .draw import Case, Draw, Inputs
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-CASES: Mapping[str, Case] = {**wan.CASES, **video.CASES, **flux.CASES, **image.CASES, **audio.CASES}
+CASES: Mapping[str, Case] = {**wan.CASES, **video.CASES, **flux.CASES, **image.CASES, **audio.CASES, **text.CASES}
 
 
 def build(name: str, config: Mapping[str, Any] | None = None, seed: int = 0) -> Any:
     """A float32 model of the class `name` in eval mode, random weights of `seed`; `config` None: the small case's."""
     import torch
 
-    from ....libraries.choose import model_class
+    from ....libraries.choose import library_of, model_class
     from .. import small_models
 
-    model = model_class(name).from_config(dict(CASES[name].config if config is None else config))
+    cls = model_class(name)
+    model = library_of(cls).build(cls, CASES[name].config if config is None else config)
     model = model.to(torch.float32)
     small_models.randomize(model, seed)
     return model.eval()
