@@ -28,7 +28,7 @@ from loader.parallel import parallelize, take_slice
 
 from ..errors import ShardconvError
 from ..format.cut import Cut
-from ..format.plan import PlanChoice
+from ..format.plan import STYLES, PlanChoice
 from ..plans.catalogue import cases
 from ..plans.choice import plan_of
 from ..plans.resolve import Resolution, resolve
@@ -153,7 +153,7 @@ def _watched(
 
 def _cuts(model: nn.Module, resolution: Resolution) -> dict[str, Cut]:
     """Layer -> how its output is cut, for those whose output stays sharded."""
-    sharded = [module for module in resolution.modules if module.cut.dim == 0]
+    sharded = [module for module in resolution.modules if STYLES[module.style].output == "local"]
     channels = {module.name: 1 if isinstance(model.get_submodule(module.name), nn.Conv2d) else -1 for module in sharded}
     return {module.name: Cut(channels[module.name], module.cut.block_sizes) for module in sharded}
 
