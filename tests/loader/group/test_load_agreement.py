@@ -28,7 +28,7 @@ from loader.group.agreement import merged
 from loader.group.processes import has_ended, this_process
 from shardconv.libraries import diffusers as models
 
-NAME = "qwenimage21"
+NAME = "qwenimage"
 SOON = 10  # seconds within which every rank must have ended
 RANK_1 = "rank-00001-of-00004.safetensors"
 
