@@ -50,6 +50,7 @@ def awkward(shape: torch.Size) -> torch.Tensor:
     return values.reshape(shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*DTYPES, *LONG.values()])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float64"])
 def test_a_cast_is_torchs_cast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stored: str) -> None:
