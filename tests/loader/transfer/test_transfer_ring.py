@@ -294,7 +294,7 @@ def fail_on_device(path: Path, what: str, after: int) -> tuple[str, bool, bool, 
             read_file(path, FileHeader.read(path), torch.device(LATE), 4 * KB)
         except RuntimeError as error:
             text = str(error)
-        waiting = any(stream.nr_done < len(stream.waiting) for stream in late_device._streams)
+        waiting = any(stream.num_done < len(stream.waiting) for stream in late_device._streams)
     return text, waiting, held()[0] == before[0], held()[1] == before[1]
 
 
