@@ -17,7 +17,7 @@ fast: lint
 # Run-time and Hub tests with the lowest versions that pyproject.toml claims; not part of `test`.
 OLDEST := .venv-oldest
 test-oldest: $(OLDEST)/ready
-	$(OLDEST)/bin/python -m pytest tests/contracts tests/loader tests/remote tests/source/test_hub_source.py \
+	$(OLDEST)/bin/python -m pytest -m "not late" tests/contracts tests/loader tests/remote tests/source/test_hub_source.py \
 		tests/commands/test_push.py tests/commands/test_push_guards.py tests/commands/test_convert_pipeline.py \
 		tests/scenarios/test_run_pipelines.py
 

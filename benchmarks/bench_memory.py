@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit-mib", type=float, default=300.0, help="above the interpreter")
     args = parser.parse_args(argv)
     rows = run(int(args.gb * GB), args.work / "memory")
-    print(json.dumps({"cores": common.nr_cores(), "rows": rows}, indent=2))
+    print(json.dumps({"cores": common.num_cores(), "rows": rows}, indent=2))
     return int(any(row["mib_above_interpreter"] > args.limit_mib for row in rows))  # type: ignore[operator]
 
 

@@ -97,12 +97,12 @@ def take_turns(models: dict[str, Any], given: dict[str, Any], rounds: int, steps
     import torch
     import torch.distributed as dist
 
-    def group(model: Any, nr: int) -> float:
+    def group(model: Any, num: int) -> float:
         dist.barrier()
         start = time.perf_counter()
-        for _ in range(nr):
+        for _ in range(num):
             model(**given, return_dict=False)
-        return (time.perf_counter() - start) / nr
+        return (time.perf_counter() - start) / num
 
     with torch.inference_mode():
         for model in models.values():

@@ -223,7 +223,7 @@ def run_ranks(argv: Sequence[str], n: int, limit_s: float = CHILD_LIMIT_S) -> li
     """Start `n` ranks as torchrun does and wait for all; each prints a JSON document on its last line."""
     shared = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "GLOO_SOCKET_IFNAME": "lo",
-        "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), "OMP_NUM_THREADS": str(max(1, nr_cores() // n)),
+        "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), "OMP_NUM_THREADS": str(max(1, num_cores() // n)),
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         logs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2 * n)]
@@ -256,7 +256,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def nr_cores() -> int:
+def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
@@ -425,7 +425,7 @@ def host(folder: Path) -> dict[str, Any]:
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "cpu": cpu[0].partition(":")[2].strip() if cpu else platform.machine(),
-        "cores": nr_cores(),
+        "cores": num_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "kernel": platform.release(),
         "file_system": _file_system(folder),

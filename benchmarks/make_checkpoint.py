@@ -66,8 +66,8 @@ def _nbytes(name: str, config: dict[str, Any]) -> int:
     return 2 * sum(tensor.numel() for tensor in _model(name, config).state_dict().values())
 
 
-def write(model: str, nbytes: int, nr_files: int, out: Path, seed: int = 0) -> None:
-    """Write config.json, `nr_files` bf16 weight files of nearly equal size and their index to `out`."""
+def write(model: str, nbytes: int, num_files: int, out: Path, seed: int = 0) -> None:
+    """Write config.json, `num_files` bf16 weight files of nearly equal size and their index to `out`."""
     name, config = config_of(model, nbytes)
     built = _model(name, config)
     out.mkdir(parents=True)
@@ -78,7 +78,7 @@ def write(model: str, nbytes: int, nr_files: int, out: Path, seed: int = 0) -> N
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     done = 0
     for key, shape in shapes.items():
-        if done >= total * len(groups) / nr_files:
+        if done >= total * len(groups) / num_files:
             groups.append({})
         groups[-1][key] = shape
         done += 2 * math.prod(shape)

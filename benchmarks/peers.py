@@ -139,7 +139,9 @@ def _ours(job: Job, verify: bool = False) -> Load:
 
     def load() -> tuple[Tensors, Any]:
         # load_model without its last word, for which the other ranks would have to be there.
-        model = runtime._load_rank(job.out, None, job.device, None, ranks_of(), verify)[0]
+        model = runtime._load_rank(
+            job.out, None, job.device, runtime._Wishes(job.device, None, verify, None), ranks_of()
+        )[0]
         return local_state(model), model
 
     return load

@@ -96,8 +96,8 @@ def _fingerprint(model: nn.Module, resolution: Resolution) -> str:
     digest = xxhash.xxh3_128(repr((sorted(config.items()), resolution.modules)).encode())
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         flat = parameter.detach().reshape(-1)
-        nr = _SAMPLE_NBYTES // parameter.element_size()
-        sample = torch.cat([flat[:nr], flat[-nr:]]).cpu().view(torch.uint8)
+        num = _SAMPLE_NBYTES // parameter.element_size()
+        sample = torch.cat([flat[:num], flat[-num:]]).cpu().view(torch.uint8)
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(sample.numpy().data)
     return digest.hexdigest()

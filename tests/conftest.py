@@ -8,6 +8,7 @@ Tests of the Hub take the fixtures `hub`, a stand-in on this machine, and `clien
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is importe
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # read by torch when it is imported, which many tests never do
     os.environ[_name] = "1"
 gc.disable()
+# What a model's weights take for a moment goes back to the system (M_MMAP_THRESHOLD): between small things that stay,
+# the heap would grow to more than the machine's memory, and then no process could be forked.
+ctypes.CDLL(None).mallopt(-3, 1 << 20)
 
 
 def pytest_collection_finish() -> None:

@@ -39,13 +39,13 @@ def prefetch(
 def read_ahead(files: Iterable[Path], given_up: Callable[[], bool] = lambda: False) -> threading.Thread:
     """Begin reading `files`, of `replicated.safetensors` this rank's share among those of its node, until all is read
     or `given_up()`; see `prefetch`."""
-    local, nr_local = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
+    local, num_local = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
 
     def read() -> None:
         with contextlib.suppress(Exception):  # of whatever kind: nothing here is for us to report
             for path in files:
-                shared = path.name == "replicated.safetensors" and 0 <= local < nr_local
-                _read(path, local if shared else 0, nr_local if shared else 1, given_up)
+                shared = path.name == "replicated.safetensors" and 0 <= local < num_local
+                _read(path, local if shared else 0, num_local if shared else 1, given_up)
 
     thread = threading.Thread(target=read, name="loader-prefetch", daemon=True)
     thread.start()

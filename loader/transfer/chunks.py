@@ -54,9 +54,9 @@ def share_out(nbytes: int, chunk: int, reading: Callable[[], AbstractContextMana
                     break
                 read(start, min(start + chunk, nbytes))
 
-    nr = min(READERS, max(1, -(-nbytes // chunk)))
-    with Crew(nr, "shardconv-read") as crew:
-        crew.results([crew.submit(read_some) for _ in range(nr)])
+    num = min(READERS, max(1, -(-nbytes // chunk)))
+    with Crew(num, "shardconv-read") as crew:
+        crew.results([crew.submit(read_some) for _ in range(num)])
 
 
 def read_chunk(fd: int, path: Path, buffer: memoryview, nbytes: int, offset: int) -> None:

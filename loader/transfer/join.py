@@ -35,11 +35,11 @@ class Part:
     length: int
 
 
-def parts(sliced_blocks: Sequence[int], position: int, nr_slices: int) -> Iterator[Part]:
-    """What the slice at `position` of `nr_slices` gives, block by block; `sliced_blocks` are the sizes in one slice."""
+def parts(sliced_blocks: Sequence[int], position: int, num_slices: int) -> Iterator[Part]:
+    """What the slice at `position` of `num_slices` gives, block by block; `sliced_blocks`: the sizes in one slice."""
     start = 0
     for length in sliced_blocks:
-        yield Part(start, start * nr_slices + position * length, length)
+        yield Part(start, start * num_slices + position * length, length)
         start += length
 
 
@@ -113,7 +113,7 @@ class _Slice:
 def _join(slices: Sequence[_Slice], dim: int, blocks: Sequence[int], device: torch.device, crew: Crew) -> torch.Tensor:
     """The tensor of which every slice holds `blocks` along `dim`, the slices read side by side."""
     entry = slices[0].entry
-    shape = [nr * len(slices) if each == dim else nr for each, nr in enumerate(entry.shape)]
+    shape = [num * len(slices) if each == dim else num for each, num in enumerate(entry.shape)]
     joined = torch.empty(shape, dtype=torch_dtype(entry.dtype), device=device)
     # Along the outermost dim a part is one stretch of memory, which the file can be read into.
     in_place = device.type == "cpu" and math.prod(shape[:dim]) == 1

@@ -100,8 +100,8 @@ def _as_text(found: Inspected, tensors: bool) -> Iterator[str]:
     if found.header:
         yield f"{found.path}: {_what(found)}"
         for style, nbytes in found.style_nbytes().items():
-            nr = sum(tensor.style == style for tensor in found.tensors)
-            yield f"  {style:<20} {nr:>8} {human(nbytes):>10}"
+            num = sum(tensor.style == style for tensor in found.tensors)
+            yield f"  {style:<20} {num:>8} {human(nbytes):>10}"
     elif manifest:
         yield f"{found.path}: {manifest.model_class}, tp degree {manifest.tp_degree}"
     if manifest:
@@ -118,13 +118,13 @@ def _as_text(found: Inspected, tensors: bool) -> Iterator[str]:
 def _what(found: Inspected) -> str:
     """What a file is."""
     assert found.header is not None
-    nr = f"{len(found.tensors)} tensors, {human(found.header.file_nbytes)}"
+    num = f"{len(found.tensors)} tensors, {human(found.header.file_nbytes)}"
     if not found.about:
-        return f"a safetensors file, not of a converted set; {nr}"
+        return f"a safetensors file, not of a converted set; {num}"
     rank, tp = found.about.get("rank"), found.about.get("tp_degree")
     part = "what all ranks hold whole" if rank is None else f"rank {rank}"
     cls = f" of a {found.manifest.model_class}" if found.manifest else ""
-    return f"{part}{cls}, tp degree {tp}, conversion {found.about.get('conversion_id')}; {nr}"
+    return f"{part}{cls}, tp degree {tp}, conversion {found.about.get('conversion_id')}; {num}"
 
 
 def _about_set(manifest: Manifest) -> Iterator[str]:

@@ -66,8 +66,8 @@ def table(tp: int, summary: Summary) -> list[str]:
     lines = [f"  {'style':<20} {'tensors':>8} {'whole':>10} {'per rank':>10}"]
     for style in summary.styles:
         lines.append(f"  {style.style:<20} {style.tensors:>8} {human(style.nbytes):>10} {human(style.rank_nbytes):>10}")
-    nr = sum(style.tensors for style in summary.styles)
-    lines.append(f"  {'all':<20} {nr:>8} {human(summary.nbytes):>10} {human(summary.rank_nbytes):>10}")
+    num = sum(style.tensors for style in summary.styles)
+    lines.append(f"  {'all':<20} {num:>8} {human(summary.nbytes):>10} {human(summary.rank_nbytes):>10}")
     return lines + _notes(tp, summary)
 
 

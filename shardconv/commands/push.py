@@ -382,15 +382,15 @@ def _send_unit(
         return now.commit, branch, ""  # the commit was made, only its answer was lost
 
 
-def _what_stands(report: Pushed, branch: str, made: Sequence[str], nr: int) -> str:
-    """What somebody must know who ends a push by Ctrl-C after `made` (URLs) of `nr` commits. The one under way then may
+def _what_stands(report: Pushed, branch: str, made: Sequence[str], num: int) -> str:
+    """What somebody must know who ends a push by Ctrl-C after `made` (URLs) of `num` commits. The one under way may
     have been made as well; asking could take as long as what was just ended."""
     where = f"{report.repo}: {branch}"
     if not made:
         empty = "; the repo itself may be there, empty" if report.created else ""
         return f"{where} shows nothing of it yet, unless the commit under way was made; push again to go on{empty}"
     urls = ", ".join(filter(None, made))
-    return f"{where} has {len(made)} of {nr} commits ({urls}), each whole, maybe the next too; push again for the rest"
+    return f"{where} has {len(made)} of {num} commits ({urls}), each whole, maybe the next too; push again for the rest"
 
 
 def _is_done(unit: _Unit, now: Listing) -> bool:

@@ -91,12 +91,12 @@ def _verify_file(path: Path, source: str | os.PathLike[str] | None, new_progress
     if (path.parent / MANIFEST_NAME).is_file():
         return _verify_set(path.parent, source, new_progress, only=path.name)
     try:
-        nr = len(FileHeader.read(path).tensors)
+        num = len(FileHeader.read(path).tensors)
     except ShardconvError as error:
         return Verified(path, None, 0, error.issues)
     issue = (
-        f"{path}: header and length are right ({nr} tensors), but what they must hold stands in {MANIFEST_NAME}, which "
-        "is not beside it; fetch that too"
+        f"{path}: header and length are right ({num} tensors), but what they must hold stands in {MANIFEST_NAME}, "
+        "which is not beside it; fetch that too"
     )
     return Verified(path, None, 0, (issue,))
 

@@ -66,13 +66,13 @@ class Reader:
         position = 0
         while position < nbytes:
             try:
-                nr_read = os.preadv(self._fd, [view[position:]], self._offset + position)
+                num_read = os.preadv(self._fd, [view[position:]], self._offset + position)
             except OSError as error:
                 raise _unreadable(self._extent.path, error) from error
-            if nr_read == 0:
+            if num_read == 0:
                 name = self._extent.path.name
                 raise CheckpointError(f"{name}: the file became shorter while it was read; leave it alone and rerun")
-            position += nr_read
+            position += num_read
         self._offset += nbytes
         self.digest.update(view)
         self._workers.progress(nbytes)
@@ -91,7 +91,7 @@ class Workers:
     """A few threads, each dealing with one tensor at a time, and the files they read."""
 
     def __init__(self, paths: set[Path], progress: Progress, most: int | None = None) -> None:
-        self.nr = min(most or WORKERS, usable_cores())
+        self.num_threads = min(most or WORKERS, usable_cores())
         self.progress = progress
         self.stop = threading.Event()
         self.fds: dict[Path, int] = {}
@@ -114,7 +114,7 @@ class Workers:
                 except OSError as refused:
                     raise _unreadable(path, refused) from refused
                 stack.callback(os.close, self.fds[path])
-            executor = stack.enter_context(ThreadPoolExecutor(self.nr, "shardconv"))
+            executor = stack.enter_context(ThreadPoolExecutor(self.num_threads, "shardconv"))
 
             def stopping(item: _Item) -> Result:
                 try:

@@ -22,7 +22,7 @@ class Cut:
 
     def local_shape(self, shape: Sequence[int], tp: int) -> tuple[int, ...]:
         """Shape of one rank's slice of a tensor of `shape`."""
-        return tuple(nr // tp if dim == self.dim else nr for dim, nr in enumerate(shape))
+        return tuple(num // tp if dim == self.dim else num for dim, num in enumerate(shape))
 
     def ranges(self, rank: int, tp: int) -> Iterator[tuple[int, int]]:
         """(start, exclusive end) along `dim` of each part that `rank` holds, in order."""
@@ -44,12 +44,12 @@ def block_sizes(total: int, blocks: Sequence[int]) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A cut tensor in memory order: `nr_rows` equal rows, each made of blocks that are cut on their own. In elements.
+    """A cut tensor in memory order: `num_rows` equal rows, each made of blocks that are cut on their own. In elements.
 
     Dim 0 is one row whose blocks are long runs; dim 1 of a weight is one row for each output feature.
     """
 
-    nr_rows: int
+    num_rows: int
     blocks: tuple[int, ...]  # elements
 
     @property

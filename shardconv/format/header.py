@@ -106,8 +106,8 @@ def _is_count(value: object) -> bool:
 def is_astronomic(shape: Sequence[int]) -> bool:
     """Whether the sizes other than 0 multiply to 2**63 or more; stops there, as a hostile shape could take hours."""
     product = 1
-    for nr in shape:
-        product *= max(nr, 1)
+    for num in shape:
+        product *= max(num, 1)
         if product >= 2**63:
             return True
     return False

@@ -102,8 +102,8 @@ def colwise_names(modules: Sequence[PlannedModule]) -> list[str]:
     return [module.name for module in modules if module.style.is_colwise]
 
 
-def _others(nr: int, pattern: str) -> str:
-    return f" (likewise {nr} more of {pattern!r})" if nr else ""
+def _others(num: int, pattern: str) -> str:
+    return f" (likewise {num} more of {pattern!r})" if num else ""
 
 
 def _targets(model: nn.Module, pattern: str) -> Iterator[tuple[str, Any]]:

@@ -49,7 +49,7 @@ def check_stop() -> None:
 
 
 class Crew:
-    """`nr` threads that do what is submitted, in that order. A context manager.
+    """`num` threads that do what is submitted, in that order. A context manager.
 
     The first error stops the crew, and so does leaving the block, and the stop of the crew in one of whose threads this
     one is made: what has not begun is never done, and what has begun should `check_stop` often. Leaving waits for all
@@ -57,14 +57,14 @@ class Crew:
     """
 
     def __init__(
-        self, nr: int, name: str, *, heed: Callable[[], None] = lambda: None, patience_s: float | None = None
+        self, num: int, name: str, *, heed: Callable[[], None] = lambda: None, patience_s: float | None = None
     ) -> None:
         """`heed` is asked while somebody waits for a result, and raises when nobody wants it any more."""
         self._stop = _Stop(getattr(_of_thread, "stop", None))
         self._heed = heed
         self._patience_s = patience_s
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._threads = [threading.Thread(target=self._run, name=f"{name}_{i}", daemon=True) for i in range(nr)]
+        self._threads = [threading.Thread(target=self._run, name=f"{name}_{i}", daemon=True) for i in range(num)]
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Have a thread do `work`."""

@@ -86,7 +86,7 @@ def _subject(subject: str) -> tuple[str, Mapping[str, Any] | None]:
 def _few_layers(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
     """The config with as many layers as the small case has, or fewer; lists of layers stay that name none but those."""
     result = {key: value for key, value in small.items() if _LAYERS.search(key)}
-    nr = max((value for value in result.values() if type(value) is int), default=FEW)
+    num = max((value for value in result.values() if type(value) is int), default=FEW)
     for key, value in config.items():
         if key.startswith("_"):
             continue
@@ -94,7 +94,7 @@ def _few_layers(config: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str
             result[key] = value
         elif type(value) is int:
             result[key] = min(value, small.get(key, FEW))
-        elif isinstance(value, (list, tuple)) and all(type(each) is int and each < nr for each in value):
+        elif isinstance(value, (list, tuple)) and all(type(each) is int and each < num for each in value):
             result[key] = value
     return result
 

@@ -45,11 +45,12 @@ def awkward(shape: torch.Size) -> torch.Tensor:
     special = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 2**-24, 3 * 2**-25, 1e-40, 65519.9, 65520.0, 1e38]
     special += [3.4e38, -0.0, 0.0, float("inf"), float("nan"), -(1 + 2**-8)]
     values = torch.randn(shape, generator=torch.Generator().manual_seed(3)).flatten()
-    nr = min(len(special), values.numel())
-    values[:nr] = torch.tensor(special[:nr])
+    num = min(len(special), values.numel())
+    values[:num] = torch.tensor(special[:num])
     return values.reshape(shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*DTYPES, *LONG.values()])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float64"])
 def test_a_cast_is_torchs_cast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stored: str) -> None:
@@ -97,8 +98,8 @@ def test_d1_the_modules_a_class_wants_in_fp32_stay_there(
     assert manifest.keep_fp32 == ("time_embedder", "rope", "to_out")
     assert {tensor.name for tensor in manifest.tensors if tensor.dtype == "F32"} == kept
     toys.main(toys.arguments(tmp_path / "in", tmp_path / "out", tp=1, dtype=dtype))
-    nr_cast, name = len(state) - len(kept), {"bf16": "BF16", "fp16": "F16"}[dtype]
-    counts = f"{nr_cast} {name}, {len(kept)} F32" if name < "F32" else f"{len(kept)} F32, {nr_cast} {name}"
+    num_cast, name = len(state) - len(kept), {"bf16": "BF16", "fp16": "F16"}[dtype]
+    counts = f"{num_cast} {name}, {len(kept)} F32" if name < "F32" else f"{len(kept)} F32, {num_cast} {name}"
     assert f"dtypes: {counts} tensors" in capsys.readouterr().out
 
 

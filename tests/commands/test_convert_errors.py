@@ -686,13 +686,13 @@ def test_two_writers_where_locks_do_nothing(source: Path, out: Path, monkeypatch
 
     second = threading.Thread(target=run)
     real_allocate = os.posix_fallocate
-    nr_files: dict[threading.Thread, int] = {}
+    num_files: dict[threading.Thread, int] = {}
 
     def allocate(fd: int, offset: int, nbytes: int) -> None:
         real_allocate(fd, offset, nbytes)
         thread = threading.current_thread()
-        nr_files[thread] = nr_files.get(thread, 0) + 1
-        if nr_files[thread] < len(SET) - 1:
+        num_files[thread] = num_files.get(thread, 0) + 1
+        if num_files[thread] < len(SET) - 1:
             return
         if thread is second:
             created.set()

@@ -160,7 +160,7 @@ def test_every_slice_equals_what_diffusers_slices(
     made = case(name, tp, self_contained)
     specs = resolve_tp_shard_specs(made.model, type(made.model)._tp_plan, tp)
     index = json.loads((made.source / toys.INDEX).read_text())["weight_map"]
-    nr_cut = 0
+    num_cut = 0
     for key, file_name in index.items():
         with safetensors.safe_open(made.source / file_name, "pt") as file:
             for rank, state in enumerate(made.states):
@@ -169,9 +169,9 @@ def test_every_slice_equals_what_diffusers_slices(
                     expected = file.get_tensor(key)
                 else:
                     expected = _local_shard(file.get_slice(key), spec.dim, spec.block_sizes, StandInMesh(rank, tp))
-                    nr_cut += 1
+                    num_cut += 1
                 assert same(state[key], expected), key
-    assert nr_cut > 10 * tp
+    assert num_cut > 10 * tp
 
 
 @TP

@@ -81,7 +81,7 @@ def test_bytes_are_those_of_the_files(name: str, capsys: pytest.CaptureFixture[s
         tensor = tensors[key]
         assert tensor["rank_nbytes"] == nbytes
         assert (tensor["style"] == "replicated") == (key in shared)
-        local = [nr // 4 if dim == tensor.get("dim") else nr for dim, nr in enumerate(tensor["shape"])]
+        local = [num // 4 if dim == tensor.get("dim") else num for dim, num in enumerate(tensor["shape"])]
         assert local == shape
 
 

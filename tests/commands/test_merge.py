@@ -150,6 +150,7 @@ def pipeline(source: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_output_folder_gives_the_pipeline_back(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,6 +181,7 @@ def test_the_faults_of_all_components_are_told_at_once(source: Path, tmp_path: P
         assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("existed", [True, False])
 def test_i2_a_pipeline_is_merged_whole_or_not_at_all(source: Path, tmp_path: Path, existed: bool) -> None:
     """Damage in the second component takes back what was written of the first, and nothing else."""

@@ -82,6 +82,7 @@ def test_a_layer_may_become_of_another_class(layer: nn.Module) -> None:
     assert all(dict(layer.named_parameters())[name] is held[name] for name in held)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_tells_itself() -> None:
     """loader/layers/refusals.py knows what torch.compile wrapped by `_orig_mod`."""
     layer = nn.Linear(1, 1)

@@ -90,13 +90,13 @@ def _random(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor
     return bits.view(dtype).squeeze(-1)
 
 
-def _plan(case: Case, folder: Path, nr_files: int = 1) -> ConvertPlan:
+def _plan(case: Case, folder: Path, num_files: int = 1) -> ConvertPlan:
     """The plan of `case` over sources that the safetensors library wrote into `folder`."""
     names = list(case.tensors)
     sources = []
-    for i in range(nr_files):
+    for i in range(num_files):
         path = folder / f"source-{i}.safetensors"
-        save_file({name: case.tensors[name].contiguous() for name in names[i::nr_files]}, path)
+        save_file({name: case.tensors[name].contiguous() for name in names[i::num_files]}, path)
         file = SourceFile(path.name, path, FileHeader.read(path))
         sources += [SourceTensor(entry, file) for entry in file.header.tensors]
     styles = (Style.PACKED_COLWISE, Style.PACKED_ROWWISE)
@@ -120,9 +120,9 @@ def _quiet(nbytes: int) -> None:
     pass
 
 
-def _run(case: Case, folder: Path, nr_files: int = 1) -> Mapping[str, TensorDigests]:
+def _run(case: Case, folder: Path, num_files: int = 1) -> Mapping[str, TensorDigests]:
     """Convert `case` into files of `folder`, headers included."""
-    plan = _plan(case, folder, nr_files)
+    plan = _plan(case, folder, num_files)
     with pytest.MonkeyPatch.context() as patch, _outputs(plan, folder) as fds:
         patch.setattr(pool, "CHUNK_NBYTES", case.chunk)
         done: list[int] = []
@@ -190,10 +190,10 @@ def _cases(draw: st.DrawFn, dtypes: Sequence[torch.dtype], casts: bool, also_tp:
 
 @settings(deadline=None, max_examples=80)
 @given(_cases(DTYPES, casts=False), st.integers(1, 2))
-def test_every_slice_is_the_slice_of_torch(case: Case, nr_files: int) -> None:
+def test_every_slice_is_the_slice_of_torch(case: Case, num_files: int) -> None:
     """Whatever dtype, shape, blocks, degree and chunk: each rank's file holds the bits that torch's slicing gives."""
     with tempfile.TemporaryDirectory() as folder:
-        _check(case, Path(folder), _run(case, Path(folder), nr_files))
+        _check(case, Path(folder), _run(case, Path(folder), num_files))
 
 
 @pytest.mark.slow
@@ -322,9 +322,9 @@ def test_j4_each_source_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.Mo
     preadv = os.preadv
 
     def counting(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        nr_read = preadv(fd, buffers, offset)
-        reads.append((offset, offset + nr_read))
-        return nr_read
+        num_read = preadv(fd, buffers, offset)
+        reads.append((offset, offset + num_read))
+        return num_read
 
     monkeypatch.setattr(os, "preadv", counting)
     case = _wide()

@@ -80,13 +80,13 @@ def test_runs_route_memory_in_order(case: Case, more: int) -> None:
     rank's, gives every rank of either degree the memory of torch's slice; degree 1 is the whole tensor."""
     shape, cut, tp = case
     cut = Cut(cut.dim, tuple(size * more for size in cut.block_sizes))
-    shape = tuple(nr * more if dim == cut.dim else nr for dim, nr in enumerate(shape))
+    shape = tuple(num * more if dim == cut.dim else num for dim, num in enumerate(shape))
     whole, rows = _numbered(shape), rows_of(shape, cut)
     for source_tp, target_tp in [(1, tp), (tp, 1), (tp, more), (more, tp), (tp * more, tp), (tp, tp * more)]:
         sources = [part.flatten().tolist() for part in _by_torch(whole, cut, source_tp)]
         targets: list[list[int]] = [[] for _ in range(target_tp)]
         positions = [0] * source_tp
-        for _ in range(rows.nr_rows):
+        for _ in range(rows.num_rows):
             for source, target, length in runs(rows, source_tp, target_tp):
                 targets[target] += sources[source][positions[source] : positions[source] + length]
                 positions[source] += length

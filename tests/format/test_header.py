@@ -51,10 +51,10 @@ def _headers(draw: st.DrawFn) -> tuple[list[TensorEntry], dict[str, str]]:
     for name in draw(st.lists(_names, max_size=6, unique=True)):
         dtype = draw(st.sampled_from(_whole_bytes))
         shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
-        nr = 1
+        num = 1
         for size in shape:
-            nr *= size
-        tensors[name] = (dtype, shape, nr * DTYPE_BITS[dtype] // 8)
+            num *= size
+        tensors[name] = (dtype, shape, num * DTYPE_BITS[dtype] // 8)
     text = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
     return _laid_out(tensors), draw(st.dictionaries(text, text, max_size=3))
 
@@ -136,15 +136,15 @@ def test_a11_encoding_is_reproducible() -> None:
     assert encode_header(entries, {"x": "1", "a": "2"}) == encode_header(entries, {"a": "2", "x": "1"})
 
 
-@pytest.mark.parametrize("nr", [0, 1, 50, 51, 100, 1000])
-def test_data_starts_on_a_page(nr: int) -> None:
+@pytest.mark.parametrize("num", [0, 1, 50, 51, 100, 1000])
+def test_data_starts_on_a_page(num: int) -> None:
     """However long the JSON is, the header is padded with spaces to the next multiple of 4096 and no further."""
-    encoded = encode_header(_laid_out({f"blocks.{i}.weight": ("U8", (1,), 1) for i in range(nr)}), {"format": "pt"})
+    encoded = encode_header(_laid_out({f"blocks.{i}.weight": ("U8", (1,), 1) for i in range(num)}), {"format": "pt"})
     text = encoded[8:].rstrip(b" ")
     assert len(encoded) % 4096 == 0
     assert len(encoded) - 8 - len(text) < 4096
     assert int.from_bytes(encoded[:8], "little") == len(encoded) - 8
-    assert len(json.loads(text)) == nr + 1
+    assert len(json.loads(text)) == num + 1
 
 
 # Refused

@@ -204,7 +204,7 @@ def _laid_out(header: bytes, payload: bytes, rng: random.Random) -> tuple[bytes,
         start = end = 0
         for name, value in document.items():
             if name != "__metadata__":
-                if not all(type(nr) is int for nr in value["shape"]):
+                if not all(type(num) is int for num in value["shape"]):
                     return header, payload
                 start = end + rng.choice([0, 0, 0, 0, 0, 0, 0, -end, -1, 1, -8, 2])
                 end = start + (math.prod(value["shape"]) * _BITS.get(value["dtype"], 8) + rng.choice([7, 0])) // 8

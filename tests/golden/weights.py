@@ -29,8 +29,8 @@ def write_source(model: str, folder: Path) -> Path:
     return folder
 
 
-def _bfloat16(name: str, nr: int) -> bytes:
-    """`nr` values in (-1, 1), no two neighbours alike: the upper half of each float32."""
-    mixed = (np.arange(nr, dtype=np.uint64) * 2654435761 + zlib.crc32(name.encode())) % 4093
+def _bfloat16(name: str, num: int) -> bytes:
+    """`num` values in (-1, 1), no two neighbours alike: the upper half of each float32."""
+    mixed = (np.arange(num, dtype=np.uint64) * 2654435761 + zlib.crc32(name.encode())) % 4093
     values = (mixed.astype(np.float32) - 2046.0) / 2048.0
     return (values.view(np.uint32) >> 16).astype("<u2").tobytes()

@@ -73,15 +73,15 @@ def killed_at(step: int, work: Callable[[], object], losing: Path | None = None)
     return was_killed(start(dying))
 
 
-def steadily(nr_tensors: int) -> None:
-    """In a child: one worker, and a journal written after every `nr_tensors` tensors, so that steps come in order."""
+def steadily(num_tensors: int) -> None:
+    """In a child: one worker, and a journal written after every `num_tensors` tensors, so that steps come in order."""
     pool.WORKERS = 1
     journal.INTERVAL_S = 1000.0
     real, count = journal.Journal.add, itertools.count(1)
 
     def add(self: journal.Journal, name: str, digests: TensorDigests) -> None:
         real(self, name, digests)
-        if next(count) % nr_tensors == 0:
+        if next(count) % num_tensors == 0:
             self._commit()
 
     journal.Journal.add = add  # type: ignore[method-assign]

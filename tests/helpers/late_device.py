@@ -33,14 +33,14 @@ class LateStream:
 
     def __init__(self, device: Any = None) -> None:
         self.waiting: list[Callable[[], None]] = []
-        self.nr_done = 0
+        self.num_done = 0
         _streams.append(self)
 
     def run_until(self, number: int) -> None:
         with _lock:
-            while self.nr_done < number:
-                self.waiting[self.nr_done]()
-                self.nr_done += 1
+            while self.num_done < number:
+                self.waiting[self.num_done]()
+                self.num_done += 1
 
     def record_event(self) -> LateEvent:
         return LateEvent(self, len(self.waiting))

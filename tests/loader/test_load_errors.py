@@ -28,7 +28,7 @@ from shardconv.format.header import DATA_ALIGNMENT, FileHeader
 from shardconv.format.manifest import Manifest
 from shardconv.plans.catalogue import small_models
 
-NAME = "qwenimage21"
+NAME = "qwenimage"
 SOON = 10  # seconds within which every rank must have raised; nothing here takes one
 RANK_0, RANK_1 = (f"rank-0000{rank}-of-00002.safetensors" for rank in range(2))
 SHARED = "replicated.safetensors"
@@ -242,7 +242,7 @@ SHORT = r"{}: header declares [\d,]+ bytes, file has [\d,]+; the copy is incompl
         pytest.param(a_file_instead, r"^every rank: \S+/out: (no such folder|expected a folder)", id="a-file"),
         pytest.param(
             config_with(_class_name="FluxTransformer2DModel"),
-            r"^every rank: \S+/config.json: expected a QwenImage21Transformer2DModel, found a FluxTransformer2DModel; "
+            r"^every rank: \S+/config.json: expected a QwenImageTransformer2DModel, found a FluxTransformer2DModel; "
             "the config is of another model",
             id="config-of-another-class",
         ),

@@ -27,7 +27,7 @@ import shardconv
 from shardconv.format.manifest import Manifest
 from shardconv.plans.catalogue import small_models
 
-SMALL = small_models.NAMES
+SMALL = small_sets.planned(*small_models.NAMES)
 ALL = small_sets.NAMES
 BF16 = torch.bfloat16
 MB = 1 << 20
@@ -92,7 +92,7 @@ def test_a_loaded_model_is_whole_and_ready_for_inference(name, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-@pytest.mark.parametrize("name", ["qwenimage", "qwenimage21"])
+@pytest.mark.parametrize("name", small_sets.planned("qwenimage", "qwenimage21"))
 def test_tables_equal_those_of_from_pretrained(name, dtype):
     """Rope tables that no file holds (a complex buffer, plain attributes) are those of `from_pretrained`, dtype too."""
     expected = tables_of(pretrained(name, dtype))
@@ -104,7 +104,7 @@ def test_tables_equal_those_of_from_pretrained(name, dtype):
             assert torch.equal(facts["tables"][key], table)
 
 
-@pytest.mark.parametrize("name", ["qwenimage", "qwenimage21"])
+@pytest.mark.parametrize("name", small_sets.planned("qwenimage", "qwenimage21"))
 def test_tables_of_a_bf16_set_are_those_of_a_bf16_model(name):
     """A set stored in bf16, loaded without a dtype, has the tables of `from_pretrained(torch_dtype=bfloat16)`."""
     expected = tables_of(pretrained(name, BF16))
@@ -300,7 +300,7 @@ def write_to_parameters(path: Path) -> bool:
 @pytest.mark.slow
 def test_writing_to_a_parameter_leaves_the_files_alone(tmp_path):
     """The mapping is private: in-place changes on one rank reach neither the file nor a later load."""
-    out = small_sets.copied(small_sets.converted("qwenimage21", 2), tmp_path / "out")
+    out = small_sets.copied(small_sets.converted("qwenimage", 2), tmp_path / "out")
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert ranks.values(write_to_parameters, out) == [True, True]
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
@@ -329,7 +329,7 @@ def load_and_drop(path: Path) -> bool:
 @pytest.mark.slow
 def test_a_dropped_model_is_freed_at_once():
     """A sharded model is in no reference cycle, so that `del model` frees its memory without the collector."""
-    plain = pretrained("qwenimage21")
+    plain = pretrained("qwenimage")
     alive = weakref.ref(plain)
     gc.collect()
     gc.disable()
@@ -338,7 +338,7 @@ def test_a_dropped_model_is_freed_at_once():
         assert alive() is None  # as diffusers' own models are
     finally:
         gc.enable()
-    assert ranks.values(load_and_drop, small_sets.converted("qwenimage21", 2)) == [True, True]
+    assert ranks.values(load_and_drop, small_sets.converted("qwenimage", 2)) == [True, True]
 
 
 # --- where the set is ---
@@ -347,7 +347,7 @@ def test_a_dropped_model_is_freed_at_once():
 @pytest.mark.parametrize("where", ["component", "set", "subfolder", "str", "cwd-of-set", "cwd-of-component"])
 def test_every_way_to_name_a_set_loads_it(where, monkeypatch):
     """The component folder, the set's own folder, an output folder with subfolder, as Path or str, also relative."""
-    out = small_sets.converted("qwenimage21", 1)
+    out = small_sets.converted("qwenimage", 1)
     monkeypatch.chdir(out / "tp1" if where == "cwd-of-set" else out)
     path, subfolder = {
         "component": (out, None),
@@ -358,14 +358,14 @@ def test_every_way_to_name_a_set_loads_it(where, monkeypatch):
         "cwd-of-component": (".", None),
     }[where]
     model = loader.load_model(path, subfolder=subfolder, device="cpu")
-    assert torch.equal(model.proj_out.weight, small_models.build("qwenimage21").proj_out.weight)
+    assert torch.equal(model.proj_out.weight, small_models.build("qwenimage").proj_out.weight)
 
 
 def test_several_degrees_stand_side_by_side(tmp_path):
     """Of several sets in one folder the one for this group is taken."""
     out = tmp_path / "out"
     for tp in (1, 2, 4):
-        shardconv.convert(small_sets.source("qwenimage21"), out, tp=tp)
+        shardconv.convert(small_sets.source("qwenimage"), out, tp=tp)
     assert loader.load_model(out, device="cpu").transformer_blocks[0].attn.to_q.weight.shape[0] == 128
 
 
@@ -477,7 +477,7 @@ def compile_block(path: Path, name: str) -> tuple[int, list[torch.Tensor], list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["flux2", "qwenimage21"])
+@pytest.mark.parametrize("name", small_sets.planned("flux2", "qwenimage21"))
 def test_a_block_compiles_as_one_graph(name):
     """A sharded block is traced by torch.compile without a break, collectives included, and gives the same."""
     for graphs, compiled, eager in ranks.values(compile_block, small_sets.converted(name, 2), name):
@@ -560,7 +560,7 @@ def save_in_one_line(path: Path, target: Path) -> None:
 @pytest.mark.slow
 def test_f13_a_refusal_does_not_need_the_model_any_more(tmp_path):
     """A method of a model that nobody else holds is refused in the same words: the model is gone before the call."""
-    for outcome in ranks.run(save_in_one_line, small_sets.converted("qwenimage21", 2), tmp_path / "saved"):
+    for outcome in ranks.run(save_in_one_line, small_sets.converted("qwenimage", 2), tmp_path / "saved"):
         assert outcome.error == "NotImplementedError", outcome.trace
         assert "shardconv merge" in outcome.text
 
@@ -614,7 +614,7 @@ def spoiled_by_another_replica_on_rank_1(model: Any) -> None:
 
 
 def parallelize_spoiled(spoil: Callable[[Any], None], options: dict[str, Any]) -> None:
-    model = small_models.build("qwenimage21")
+    model = small_models.build("qwenimage")
     spoil(model)
     before = {name: (type(module), id(module)) for name, module in model.named_modules()}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -658,7 +658,7 @@ def test_c14_f9_parallelize_refuses_and_leaves_the_model_alone(spoil, options, t
 
 def test_parallelize_for_one_rank_changes_nothing_but_the_mode():
     """Alone, `parallelize` checks the plan and returns the model, in eval mode and without gradients."""
-    model = small_models.build("qwenimage21").train()
+    model = small_models.build("qwenimage").train()
     linears = sum(type(module) is nn.Linear for module in model.modules())
     assert loader.parallelize(model, tp=1) is model
     assert sum(type(module) is nn.Linear for module in model.modules()) == linears

@@ -88,7 +88,7 @@ def test_ranks_of_a_node_share_its_cores(
     ranks: str, allowed: int, hashing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`verify=True` hashes with this rank's share of the cores that may be used, and no more than makes sense."""
-    out = small_sets.converted("qwenimage21", 1)
+    out = small_sets.converted("qwenimage", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(allowed)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     names = started(monkeypatch)
@@ -103,5 +103,5 @@ def test_the_converter_takes_all_usable_cores(allowed: int, monkeypatch: pytest.
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(allowed)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     names = started(monkeypatch)
-    verify(small_sets.converted("qwenimage21", 1))
+    verify(small_sets.converted("qwenimage", 1))
     assert 1 <= len([name for name in names if name.startswith("shardconv")]) <= min(allowed, READERS)

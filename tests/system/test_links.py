@@ -331,7 +331,7 @@ def test_links_in_a_circle_are_walked_once(pipe: Path, tmp_path: Path) -> None:
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     """A component folder with a set for one process."""
-    return small_sets.copied(small_sets.converted("qwenimage21", 1), tmp_path / "out")
+    return small_sets.copied(small_sets.converted("qwenimage", 1), tmp_path / "out")
 
 
 def link_set(out: Path, way: str) -> None:

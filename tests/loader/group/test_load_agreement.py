@@ -27,7 +27,7 @@ from loader import load
 from loader.group.agreement import merged
 from loader.group.processes import has_ended, this_process
 
-NAME = "qwenimage21"
+NAME = "qwenimage"
 SOON = 10  # seconds within which every rank must have ended
 RANK_1 = "rank-00001-of-00004.safetensors"
 

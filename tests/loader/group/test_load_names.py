@@ -16,7 +16,7 @@ import torch.distributed as dist
 import loader
 from loader import pipeline
 
-NAME = "qwenimage21"
+NAME = "qwenimage"
 SOON = 10  # seconds
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ def node(tmp_path: Path) -> Path:
     for name in ("wan/transformer", "one"):
         small_sets.copied(small_sets.converted(NAME, 4), tmp_path / "out" / name)
     small_sets.copied(small_sets.converted(NAME, 2) / "tp2", tmp_path / "out" / "one" / "tp2")
-    index = {"_class_name": "QwenImage21Pipeline", "transformer": ["diffusers", "QwenImage21Transformer2DModel"]}
+    index = {"_class_name": "QwenImagePipeline", "transformer": ["diffusers", "QwenImageTransformer2DModel"]}
     (tmp_path / "out" / "wan" / "model_index.json").write_text(json.dumps(index))
     return tmp_path
 

@@ -64,7 +64,7 @@ def wholes(draw: Any, degree: int) -> Whole:
     cut = None
     if shape and draw(st.booleans()):
         dim = draw(st.integers(0, len(shape) - 1))
-        blocks = tuple(degree * nr for nr in draw(st.lists(st.integers(0, 3), min_size=1, max_size=4)))
+        blocks = tuple(degree * num for num in draw(st.lists(st.integers(0, 3), min_size=1, max_size=4)))
         shape[dim], cut = sum(blocks), Cut(dim, blocks)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     high = 2 if dtype is torch.bool else 256

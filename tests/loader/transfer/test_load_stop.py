@@ -28,7 +28,7 @@ from loader import load, pipeline
 from loader.files import validate
 from shardconv import HubError, SetError
 
-NAME = "qwenimage21"
+NAME = "qwenimage"
 SOON = 3  # seconds from what goes wrong to the end
 LONG = 30  # seconds that a read, a digest or an answer takes that should not be waited for
 REPO = "org/tiny-tp"
@@ -115,6 +115,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.late
 def test_a_failure_elsewhere_ends_it(sets: Path) -> None:
     """Rank 1 fails in the middle of what rank 0 reads, joins, hashes, casts or copies: both end with its reason."""
     for ended in ranks.values(end_by_the_other, sets):
@@ -154,6 +155,7 @@ def interrupt(path: Path, way: str) -> dict[str, float]:
     return ended
 
 
+@pytest.mark.late
 @pytest.mark.parametrize(("way", "raised"), [("interrupt", "KeyboardInterrupt"), ("error", "SetError")])
 def test_an_interrupt_or_an_error_here_ends_it(sets: Path, way: str, raised: str) -> None:
     """Ctrl-C, or a fault that this rank finds meanwhile, is raised though a read, a digest or a copy hangs."""
@@ -296,6 +298,6 @@ def fail_in_loading(*args: Any) -> None:
 def test_a_failure_elsewhere_ends_what_diffusers_loads(sets: Path, tmp_path: Path) -> None:
     """A text encoder that comes from a slow disk on one rank is not awaited when another rank lacks its own."""
     small_sets.copied(sets, tmp_path / "out" / "transformer")
-    index = {"_class_name": "QwenImage21Pipeline", "transformer": ["diffusers", "QwenImage21Transformer2DModel"]}
+    index = {"_class_name": "QwenImagePipeline", "transformer": ["diffusers", "QwenImageTransformer2DModel"]}
     (tmp_path / "out" / "model_index.json").write_text(json.dumps(index))
     assert all(seconds < SOON for seconds in ranks.values(assemble, tmp_path / "out"))

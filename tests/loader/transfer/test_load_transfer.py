@@ -57,10 +57,10 @@ def random_bytes(nbytes: int, seed: int = 0) -> bytes:
     ).tobytes()  # fmt: skip
 
 
-def ours(nr_floats: int) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+def ours(num_floats: int) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """A large tensor, then small ones of falling item size, the last with an odd number of bytes."""
     return {
-        "large": ("I32", (nr_floats // 4, 4), random_bytes(nr_floats * 4)),
+        "large": ("I32", (num_floats // 4, 4), random_bytes(num_floats * 4)),
         "scalar": ("I32", (), random_bytes(4, 1)),
         "half": ("BF16", (2, 3), random_bytes(12, 2)),
         "empty": ("F32", (0, 8), b""),
@@ -124,10 +124,10 @@ def in_cache(path: Path) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [4 * KB, 12 * KB, 64 * KB, MB, 16 * MB])
-@pytest.mark.parametrize("nr_floats", [0, 4, 1024, 4096, 100_000, 262_144 - 8, 262_144, 262_148])
-def test_read_file_equals_safetensors(nr_floats, chunk, tmp_path):
+@pytest.mark.parametrize("num_floats", [0, 4, 1024, 4096, 100_000, 262_144 - 8, 262_144, 262_148])
+def test_read_file_equals_safetensors(num_floats, chunk, tmp_path):
     """Every chunk size against files shorter, equal to and longer than a chunk gives what safetensors reads."""
-    path = write(tmp_path / "x.safetensors", ours(nr_floats))
+    path = write(tmp_path / "x.safetensors", ours(num_floats))
     assert_equal(read_file(path, FileHeader.read(path), CPU, chunk), path)
 
 

@@ -28,7 +28,7 @@ from loader.transfer.mapping import map_file
 from loader.transfer.read import read_into_memory
 from shardconv.format.header import FileHeader, TensorEntry, encode_header
 
-NAME = "qwenimage21"
+NAME = "qwenimage"
 WAYS = (None, "mmap", "read")
 MB, GB = 1 << 20, 1 << 30
 each_way = pytest.mark.parametrize("way", WAYS)

@@ -237,6 +237,7 @@ def on_one(function: Callable[..., Any], *args: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.late
 def test_late_copies_arrive_whole(tmp_path):
     """Files shorter and longer than a chunk arrive bit for bit, at every chunk size, though no copy happens in time."""
     sizes = (0, 4, 4 * KB, 100_000, MB, 5 * MB + 4)
@@ -249,6 +250,7 @@ def pinned(path: Path, chunk: int) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.late
 @pytest.mark.parametrize("nbytes", [3 * MB, 40 * MB])
 def test_pinned_memory_is_two_chunks_a_reader(nbytes, tmp_path):
     """Whatever the file, two buffers of a chunk (torch pins powers of two) for each reader that has something to do."""
@@ -262,6 +264,7 @@ def read_carelessly(path: Path, owner: Any, name: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.late
 @pytest.mark.parametrize("careless", [late_device.LateEvent, late_device.LateStream], ids=["buffers", "end"])
 def test_without_waiting_bytes_would_be_wrong(careless, tmp_path):
     """The stand-in is late enough: were no event or no stream waited for, the result would differ."""
@@ -291,11 +294,12 @@ def fail_on_device(path: Path, what: str, after: int) -> tuple[str, bool, bool, 
             read_file(path, FileHeader.read(path), torch.device(LATE), 4 * KB)
         except RuntimeError as error:
             text = str(error)
-        waiting = any(stream.nr_done < len(stream.waiting) for stream in late_device._streams)
+        waiting = any(stream.num_done < len(stream.waiting) for stream in late_device._streams)
     return text, waiting, held()[0] == before[0], held()[1] == before[1]
 
 
 @pytest.mark.slow
+@pytest.mark.late
 @pytest.mark.parametrize(("what", "after"), [("copy", 1), ("copy", 9), ("event", 1), ("event", 5), ("stream", 2)])
 def test_a_failing_device_is_heard_and_nothing_is_left(what, after, tmp_path):
     """An error of the device is raised as it is; no copy from a freed buffer is under way, no thread or file left."""
@@ -313,7 +317,8 @@ def load_late(path: Path, options: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.late
 @pytest.mark.parametrize("options", [{}, {"transfer": "mmap"}, {"verify": True}], ids=str)
 def test_a_model_reaches_the_device(options):
     """`load_model` to an accelerator gives the parameters of a load to the CPU, by ring, by mapping and verified."""
-    assert on_one(load_late, small_sets.converted("qwenimage21", 1), options) == []
+    assert on_one(load_late, small_sets.converted("qwenimage", 1), options) == []

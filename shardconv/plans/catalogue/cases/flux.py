@@ -67,8 +67,8 @@ def chroma(c: Config, d: Draw) -> Inputs:
 
 
 def bria_fibo(c: Config, d: Draw) -> Inputs:
-    nr = c.num_layers + c.num_single_layers
-    return flux_like(c, d) | {"text_encoder_layers": [d.normal(2, 6, c.text_encoder_dim) for _ in range(nr)]}
+    num = c.num_layers + c.num_single_layers
+    return flux_like(c, d) | {"text_encoder_layers": [d.normal(2, 6, c.text_encoder_dim) for _ in range(num)]}
 
 
 def longcat_image(c: Config, d: Draw) -> Inputs:
