@@ -82,7 +82,8 @@ def load_pipeline(
                 check_inputs=check_inputs,
             )
         if dtype is None and sharded:  # the others in the dtype of the sharded one, not in fp32 as diffusers would
-            dtype = components[sharded[0]].dtype
+            first = next((name for name in sharded if name.startswith("transformer")), sharded[0])
+            dtype = components[first].dtype
         if dtype is not None:
             components["torch_dtype"] = dtype
         assemble = partial(_assemble, path, components, place, ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ..commands.convert import convert_all
-from ..commands.prepare import DTYPES, Options
+from ..commands.options import DTYPES, Options
 from ..format.plan import PlanChoice
 from ..format.summary import human
 from .output import DONE, report, report_json, talk
@@ -47,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace a set of the same degree")
     add("--dry-run", action="store_true", help="print the plan; read headers and configs only, write nothing")
     add("--low-disk", action="store_true", help="of a Hub repo, have one weight file at a time on this disk")
+    add("--only", nargs="+", default=(), metavar="NAME", help="of a pipeline, shard these components and no others")
+    add("--whole", nargs="+", default=(), metavar="NAME", help="of a pipeline, leave these components as they are")
     add("--json", action="store_true", help="print one JSON document instead of text")
     add("--quiet", action="store_true", help="print nothing but errors")
 
@@ -62,6 +64,8 @@ def run(args: argparse.Namespace) -> None:
         overwrite=args.overwrite,
         dry_run=args.dry_run,
         low_disk=args.low_disk,
+        only=tuple(args.only),
+        whole=tuple(args.whole),
     )
     with progress_bars(args.quiet) as new_progress:
         outcomes = convert_all(

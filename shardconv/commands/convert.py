@@ -27,8 +27,9 @@ from ..target.checks import check_space
 from ..target.folder import PartialFolder, unfinished
 from ..target.journal import Journal, conversion_key, finished
 from ..target.leftovers import clear_leftovers, leftover_nbytes
+from .options import DTYPES, Options
 from .outcome import Outcome, check_siblings
-from .prepare import DTYPES, Job, Options, prepare
+from .prepare import Job, prepare
 from .rest import FolderRest, Rest, rest_of
 from .writer import FromFiles, LowDisk, Writer
 
@@ -50,6 +51,8 @@ def convert(
     overwrite: bool = False,
     dry_run: bool = False,
     low_disk: bool = False,
+    only: Sequence[str] = (),
+    whole: Sequence[str] = (),
 ) -> Manifest:
     """Pre-shard a diffusers checkpoint for `tp` ranks.
 
@@ -71,6 +74,8 @@ def convert(
         overwrite: replace a set of the same degree, in one step.
         dry_run: read headers and configs only, write nothing.
         low_disk: of a Hub repo, have one weight file at a time on this disk, beside what is written, none in the cache.
+        only, whole: components of a pipeline to shard whatever they save, and to leave as they are; else denoisers
+            are sharded, and encoders of which a rank saves at least 1 GB.
 
     Returns:
         The manifest of the set; of a pipeline with several sharded components, that of the first.
@@ -81,6 +86,7 @@ def convert(
     """
     name = None if dtype is None else str(dtype).removeprefix("torch.")
     options = Options(tp, variant, name, PlanChoice.of(plan, lean, "--"), self_contained, overwrite, dry_run, low_disk)
+    options = replace(options, only=tuple(only), whole=tuple(whole))
     outcomes = convert_all(source, out, options, subfolder=subfolder, revision=revision)
     for text in [text for outcome in outcomes for text in outcome.warnings]:
         python_warnings.warn(text, ShardconvWarning, stacklevel=2)

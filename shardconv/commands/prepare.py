@@ -5,46 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from .._version import __version__
 from ..engine.records import ConvertPlan, Extent, TensorSource
 from ..engine.transform import Cast
-from ..errors import CheckpointError, OutputError, PlanError, UsageError, as_one, every
-from ..format.config import config_digest, read_config
+from ..errors import CheckpointError, OutputError, PlanError, as_one, every
+from ..format.config import config_digest
 from ..format.layout import SetLayout, StoredTensor, plan_layout, stored_tensors
 from ..format.manifest import FileRecord, Manifest, Source, SourceFileRecord
-from ..format.names import CONFIG_NAME, MODEL_INDEX, set_folder_name
-from ..format.pipeline import pipeline_components
+from ..format.names import set_folder_name
 from ..format.plan import OWN, PlanChoice
 from ..format.weights import check_variant, shorten
-from ..libraries.choose import library_named, model_class
+from ..libraries.choose import library_for
 from ..libraries.skeleton import kept_in_fp32
 from ..plans.facts import ModelFacts
 from ..plans.planner import Planner
 from ..source.checkpoint import Checkpoint, SourceTensor, open_checkpoint
 from ..source.locate import Located
 from ..source.unmatched import match_names, unexpected_names
-from ..system.jsonfile import parse, read_bounded
 from ..target.checks import check_target
-
-DTYPES: Mapping[str, str] = {
-    "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16", "fp32": "F32", "float32": "F32",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a person may choose about a conversion."""
-
-    tp: int
-    variant: str | None = None
-    dtype: str | None = None  # a key of DTYPES
-    plan: PlanChoice = OWN
-    self_contained: bool = False
-    overwrite: bool = False
-    dry_run: bool = False
-    low_disk: bool = False
+from .components import chosen_components
+from .options import DTYPES, Options
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +59,11 @@ def prepare(located: Located, subfolder: str | None, out: Path, options: Options
     speaks by their names in the repo."""
     with Planner(needs_torch=options.dtype is not None) as planner:
         with located.speaking():
-            names = components(located, subfolder, not options.plan.is_own, planner)
+            names, remarks = chosen_components(located, subfolder, options, planner)
             if not located.snapshot:
                 check_variant(located.folder / (subfolder or ""), located.names(subfolder), options.variant)
-        return every(lambda name: _prepare(located, name, out, options, planner), names, CheckpointError)
+        jobs = every(lambda name: _prepare(located, name, out, options, planner), names, CheckpointError)
+    return [replace(jobs[0], warnings=(*jobs[0].warnings, *remarks)), *jobs[1:]]
 
 
 def _prepare(located: Located, component: str, out: Path, options: Options, planner: Planner) -> Job:
@@ -93,7 +75,9 @@ def _prepare(located: Located, component: str, out: Path, options: Options, plan
 def _prepared(located: Located, component: str, out: Path, options: Options, planner: Planner) -> Job:
     elsewhere = located.snapshot.names_in(component) if located.snapshot else ()
     checkpoint = open_checkpoint(located.folder / component, options.variant, elsewhere)
-    model = planner.facts(checkpoint.config, options.plan, options.tp)
+    takes_lean = library_for(checkpoint.config).has_plans or not options.plan.is_own
+    choice = options.plan if takes_lean else OWN
+    model = planner.facts(checkpoint.config, choice, options.tp)
     aliases = _aliases(checkpoint, model.tied)
     target = out / component
     _check(checkpoint, model, aliases, check_target(target, checkpoint.folder, options.tp, checkpoint.config_bytes))
@@ -200,45 +184,3 @@ def _source_record(located: Located, component: str, checkpoint: Checkpoint) -> 
         SourceFileRecord(f.name, f.header.file_nbytes, f.header.digest, "", f.header.metadata) for f in checkpoint.files
     )
     return Source(located.repo, located.commit, component or None, checkpoint.variant, files)
-
-
-def components(located: Located, subfolder: str | None, has_own_plan: bool, planner: Planner) -> list[str]:
-    """Names of the component folders to shard; "" for the source folder itself."""
-    if subfolder is not None:
-        if not (located.folder / subfolder).is_dir():
-            raise CheckpointError(f"{located.folder}: no folder {subfolder!r} in it; check --subfolder")
-        return [Path(subfolder).as_posix()]
-    if not located.is_pipeline:
-        return [""]
-    if has_own_plan:
-        raise UsageError("--plan: names modules of one model, the source is a pipeline; add --subfolder COMPONENT")
-    listed = pipeline_components(located.folder)
-    absent = [str(located.folder / name) for name in listed if not (located.folder / name).is_dir()]
-    if absent:
-        step = "tell its owner" if located.snapshot else "fetch it"
-        raise CheckpointError(f"{located.folder}: {MODEL_INDEX} names {', '.join(absent)}, no such folder; {step}")
-    planned = {
-        name: planner.has_plan(library, cls, _config_of(located.folder / name))
-        for name, (library, cls) in listed.items()
-    }
-    for name, (library, cls) in listed.items():
-        config = located.folder / name / CONFIG_NAME
-        if planned[name] is None and library_named(library) and name.startswith("transformer") and config.is_file():
-            model_class(cls, read_config(config.parent)[0])  # raises
-    chosen = [name for name in listed if planned[name]]
-    if not chosen:
-        classes = ", ".join(f"{name} ({cls})" for name, (_, cls) in listed.items())
-        raise PlanError(
-            f"{located.folder}: no component has a class with a _tp_plan, found {classes or 'none'}; give a plan with "
-            "--subfolder COMPONENT --plan FILE"
-        )
-    return chosen
-
-
-def _config_of(folder: Path) -> dict[str, Any]:
-    """What a component's config says; nothing where there is none, or one that others report."""
-    try:
-        config = parse(read_bounded(folder / CONFIG_NAME), unique=False)
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}

@@ -33,10 +33,11 @@ def model_class(name: str, config: Mapping[str, Any] | None = None) -> Any:
     """The model class that a config with `_class_name` `name` stands for: the one of that name, or of what its library
     has renamed such a model to. Raises `CheckpointError`."""
     config = config or {}
-    for library in LIBRARIES:
+    likely = library_for(config)
+    for library in (likely, *(library for library in LIBRARIES if library is not likely)):
         if library.find(name) is not None:
             return library.current(name, config)
-    library = LIBRARIES[0]
+    library = likely
     written_by = library.written_by(config)
     version = f" (the config was written by {library.name} {written_by})" if written_by else ""
     raise CheckpointError(

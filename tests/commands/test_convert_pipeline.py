@@ -22,7 +22,7 @@ from shardconv import CheckpointError, Manifest, OutputError, PlanError, Shardco
 from shardconv.cli.main import main
 from shardconv.commands import convert as conversion
 from shardconv.commands.convert import convert_all
-from shardconv.commands.prepare import Options
+from shardconv.commands.options import Options
 
 OTHERS = {"vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "scheduler"}
 

@@ -28,7 +28,7 @@ from shardconv.format.plan import PlanChoice
 from shardconv.plans.planner import Planner
 questions = json.load(open(sys.argv[1]))
 with Planner(needs_torch=False) as planner:
-    pid = planner._child.pid
+    pid = planner._children[True].pid
     answers = [planner.facts(config, PlanChoice(kind), 2).to_json() for config, kind in questions]
     planned = [planner.has_plan("diffusers", "FluxTransformer2DModel"), planner.has_plan("diffusers", "AutoencoderKL"),
                planner.has_plan("transformers", "T5EncoderModel"), planner.has_plan("diffusers", "Nope")]
@@ -53,7 +53,7 @@ def test_the_child_answers_as_this_process_does(tmp_path: Path) -> None:
     answers, planned, torch_here, pid = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     for (config, kind), answer in zip(questions, answers, strict=True):
         assert ModelFacts.from_json(answer) == model_facts(config, PlanChoice(kind), 2), config["_class_name"]
-    assert planned == [True, False, None, None]
+    assert planned == [True, False, True, None]
     assert torch_here is False
     assert not Path(f"/proc/{pid}").exists()
 
@@ -104,11 +104,11 @@ def test_what_the_child_cannot_answer_is_answered_here(monkeypatch: pytest.Monke
     monkeypatch.setattr(planner.LOG, "debug", lambda text, *values: said.append(text % values))
     answer = 'import sys; sys.stdin.readline(); print(\'{"failed": "no such decorator"}\')'
     with planner.Planner(needs_torch=True) as asked:
-        asked._child = subprocess.Popen(
+        asked._children[True] = subprocess.Popen(
             [sys.executable, "-S", "-c", answer], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         assert asked.has_plan("diffusers", "FluxTransformer2DModel") is True
-        assert asked._child is None
+        assert asked._children[True] is None
     (why,) = said
     assert "so this process plans" in why
     assert "no such decorator" in why
