@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from ..commands.plans import Row, added_classes, plan_of, released_models, rows
+from ..commands.plans import Row, added_classes, encoder_classes, plan_of, released_models, rows
 from ..errors import UsageError
 from ..format.summary import human
 from .output import report, report_json
@@ -29,11 +29,11 @@ PAGE_HEAD = """# Classes
 
 `shardconv plans --markdown` prints this page.
 
-diffusers 0.42.1 has 75 transformer classes and gives four of them a `_tp_plan`. The catalogue adds {added}: {total}
-in all, each converted, loaded and run on 2 and on 4 CPU ranks and equal to its unsharded model (fp32, within 1e-5 of
-the largest output; measured at most 1.6e-06), norms' weights and biases randomised. What a config changes
-(activations, norms, optional layers) is read from the model that it builds, and some 240 more configs that differ in
-structure are run likewise: equal, or refused by name.
+diffusers 0.42.1 has 75 transformer classes and gives four of them a `_tp_plan`. The catalogue adds {added}, and
+{encoders} text encoders of transformers 5.24.0: {total} in all, each converted, loaded and run on 2 and on 4 CPU ranks
+and equal to its unsharded model (fp32, within 1e-5 of the largest output; measured at most 1.6e-06), norms' weights and
+biases randomised. What a config changes (activations, norms, optional layers) is read from the model that it builds,
+and some 240 more configs that differ in structure are run likewise: equal, or refused by name.
 
 Sizes are at 2 bytes a parameter, of a released model where one was typed in
 ([`released.py`](../shardconv/plans/catalogue/released.py), {released} models), else of the class's defaults. A rank's
@@ -50,7 +50,7 @@ heads (statistics are summed over ranks), **E** rope tables over all heads are c
 PAGE_TAIL = """
 SanaTransformer2DModel needs N as well where the config has `rms_norm_across_heads`.
 
-In every class these stay replicated: patch and token embeddings, `lm_head`; ConsisID's facial extractor,
+In every denoiser these stay replicated: patch and token embeddings, `lm_head`; ConsisID's facial extractor,
 Wan-Animate's face and motion encoders, HunyuanDiT's text pool.
 
 ## Left out
@@ -112,7 +112,9 @@ def _as_json(row: Row) -> dict[str, object]:
 
 def as_page(listed: Sequence[Row]) -> str:
     """The page docs/classes.md, in Markdown."""
-    head = PAGE_HEAD.format(added=added_classes(), total=len(listed), released=released_models())
+    head = PAGE_HEAD.format(
+        added=added_classes(), total=len(listed), encoders=encoder_classes(), released=released_models()
+    )
     return head + "\n".join(map(as_cells, listed)) + "\n" + PAGE_TAIL
 
 

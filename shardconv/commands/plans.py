@@ -61,7 +61,12 @@ def class_row(name: str) -> Row:
 
 def added_classes() -> int:
     """How many classes have a plan that the catalogue brings, not diffusers."""
-    return sum(bool(entry.plan) for entry in ENTRIES.values())
+    return sum(bool(entry.plan) and entry.library == "diffusers" for entry in ENTRIES.values())
+
+
+def encoder_classes() -> int:
+    """How many classes of transformers have a plan."""
+    return sum(entry.library == "transformers" for entry in ENTRIES.values())
 
 
 def released_models() -> int:

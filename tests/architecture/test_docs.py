@@ -19,7 +19,7 @@ import loader
 import shardconv
 from shardconv.cli.main import VERBS, parser
 from shardconv.cli.plans import PAGE_HEAD, PAGE_TAIL, as_cells
-from shardconv.commands.plans import added_classes, class_names, class_row, released_models
+from shardconv.commands.plans import added_classes, class_names, class_row, encoder_classes, released_models
 from shardconv.format.plan import Style
 from shardconv.plans.catalogue.released import RELEASED
 
@@ -173,7 +173,9 @@ def test_the_page_of_classes_is_of_this_catalogue() -> None:
     """Around the lines, docs/classes.md is what `shardconv plans --markdown` prints; each class has its line."""
     page = PAGES["docs/classes.md"]
     lines = re.findall(r"^\| \w+ \| \d.*\n", page, re.MULTILINE)
-    head = PAGE_HEAD.format(added=added_classes(), total=len(class_names()), released=released_models())
+    head = PAGE_HEAD.format(
+        added=added_classes(), total=len(class_names()), encoders=encoder_classes(), released=released_models()
+    )
     assert page == head + "".join(lines) + PAGE_TAIL + "\n"
     assert [line.split()[1] for line in lines] == class_names()
 

@@ -26,7 +26,7 @@ from shardconv.cli.main import VERBS, main, parser
 FLAGS = {
     "convert": [
         "SOURCE", "OUT", "--help", "--tp", "--subfolder", "--variant", "--revision", "--dtype", "--plan", "--lean",
-        "--self-contained", "--overwrite", "--dry-run", "--low-disk", "--json", "--quiet",
+        "--self-contained", "--overwrite", "--dry-run", "--low-disk", "--only", "--whole", "--json", "--quiet",
     ],
     "inspect": ["PATH", "--help", "--tensors", "--json", "--svg"],
     "verify": ["PATH", "--help", "--source", "--json", "--quiet"],

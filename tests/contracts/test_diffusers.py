@@ -21,28 +21,28 @@ from shardconv.plans.catalogue import ENTRIES, cases
 from shardconv.plans.catalogue.entry import _ACTIVATIONS
 from shardconv.plans.choice import has_plan
 
-SKELETON, REFUSALS, NORMS = "shardconv/libraries/diffusers.py", "loader/layers/refusals.py", "loader/layers/norms.py"
+LIBRARY, REFUSALS, NORMS = "shardconv/libraries/diffusers.py", "loader/layers/refusals.py", "loader/layers/norms.py"
 PIPELINE, CHOICE, PLAN = "loader/pipeline.py", "shardconv/plans/choice.py", "shardconv/format/plan.py"
 MODEL = "diffusers.FluxTransformer2DModel"  # one with all the mixins that a sharded model may have
 NAMES = [
     Name("diffusers.ModelMixin._tp_plan", CHOICE),
-    Name("diffusers.ModelMixin._keep_in_fp32_modules", SKELETON),
-    Name("diffusers.ModelMixin._keys_to_ignore_on_load_unexpected", SKELETON),
-    Name("diffusers.ModelMixin.from_config", SKELETON),
-    Name("diffusers.models.model_loading_utils._CLASS_REMAPPING_DICT", SKELETON),
+    Name("diffusers.ModelMixin._keep_in_fp32_modules", LIBRARY),
+    Name("diffusers.ModelMixin._keys_to_ignore_on_load_unexpected", LIBRARY),
+    Name("diffusers.ModelMixin.from_config", LIBRARY),
+    Name("diffusers.models.model_loading_utils._CLASS_REMAPPING_DICT", LIBRARY),
     Name("diffusers.hooks.tensor_parallel.PackedColwiseParallel", PLAN),
     Name("diffusers.hooks.tensor_parallel.PackedRowwiseParallel", PLAN),
     Name("diffusers.ModelMixin._parallel_config", REFUSALS),
-    Name("diffusers.models._modeling_parallel.ParallelConfig", REFUSALS, ("tensor_parallel_config",)),
-    Name("diffusers.models._modeling_parallel.TensorParallelConfig", REFUSALS, ("tp_degree",)),
+    Name("diffusers.models._modeling_parallel.ParallelConfig", LIBRARY, ("tensor_parallel_config",)),
+    Name("diffusers.models._modeling_parallel.TensorParallelConfig", LIBRARY, ("tp_degree",)),
     *(
         Name(f"{MODEL}.{name}", REFUSALS)
         for name in (
-            "save_pretrained", "load_lora_adapter", "enable_group_offload", "enable_parallelism", "add_adapter",
-            "push_to_hub", "_load_ip_adapter_weights", "set_attn_processor", "is_cache_enabled", "disable_cache",
-            "unfuse_qkv_projections",
+            "save_pretrained", "load_lora_adapter", "enable_group_offload", "enable_parallelism",
+            "set_attn_processor", "is_cache_enabled", "disable_cache", "unfuse_qkv_projections",
         )
     ),
+    *(Name(f"{MODEL}.{name}", LIBRARY) for name in ("add_adapter", "push_to_hub", "_load_ip_adapter_weights")),
     Name("diffusers.FluxPipeline.load_lora_weights", REFUSALS),
     Name("diffusers.FluxPipeline.load_ip_adapter", REFUSALS),
     Name("diffusers.DiffusionPipeline.from_pretrained", PIPELINE),
@@ -63,7 +63,7 @@ def test_each_name_stands(name: Name) -> None:
 def test_diffusers_itself_goes_by_the_attribute(name: str) -> None:
     """An attribute that nobody read would still stand on the class: what loads or refuses in diffusers asks it."""
     asked = f".{name}" in inspect.getsource(modeling_utils)
-    assert asked, f"diffusers does not read {name} any more, we do ({SKELETON}, {REFUSALS})"
+    assert asked, f"diffusers does not read {name} any more, we do ({LIBRARY}, {REFUSALS})"
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(ENTRIES) if not ENTRIES[name].plan])

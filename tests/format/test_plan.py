@@ -14,7 +14,7 @@ from shardconv.format.plan import Plan, Rule, Style, parse_plan, plan_to_json, r
 
 SUPPORTED = (
     "supported: colwise, rowwise, rowwise_split_input, packed_colwise, packed_rowwise, "
-    "norm_across_heads, parameter, rowwise_rep"
+    "norm_across_heads, vocabulary, parameter, rowwise_rep"
 )
 
 

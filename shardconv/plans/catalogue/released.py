@@ -105,5 +105,15 @@ RELEASED: Mapping[str, Released] = {
          "patch_size": 2, "caption_channels": 4096, "attention_bias": True, "activation_fn": "gelu-approximate",
          "norm_type": "ada_norm_single", "norm_elementwise_affine": False, "num_embeds_ada_norm": 1000},
     ),
+    "FLUX.1 T5-XXL": Released(
+        "T5EncoderModel", 4.76,
+        {"vocab_size": 32128, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
+         "feed_forward_proj": "gated-gelu"},
+    ),
+    "Wan UMT5-XXL": Released(
+        "UMT5EncoderModel", 5.68,
+        {"vocab_size": 256384, "d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
+         "feed_forward_proj": "gated-gelu"},
+    ),
 }
 # fmt: on

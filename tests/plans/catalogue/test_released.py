@@ -31,7 +31,7 @@ DEGREES = {
     "Chroma1-HD": [2, 3, 4, 6, 8], "Z-Image": [2, 5], "Lumina-Image-2.0": [2, 4, 8], "Lumina-Next-SFT": [2, 4, 8],
     "HiDream-I1-Full": [2, 4], "mochi-1-preview": [2, 4, 8], "Cosmos-1.0-14B": [2, 4, 5, 8], "Sana-1.6B": [2, 5],
     "PixArt-Sigma-XL": [2, 4, 8], "OmniGen-v1": [2, 4, 8], "EasyAnimateV5.1-12b": [2, 3, 4, 6, 8],
-    "Latte-1": [2, 4, 8],
+    "Latte-1": [2, 4, 8], "FLUX.1 T5-XXL": [2, 4, 8], "Wan UMT5-XXL": [2, 4, 8],
 }  # fmt: skip
 
 
