@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any, Protocol
+
+from ..errors import CheckpointError
 
 # To be held while a library imports, builds or loads: lazy imports of two threads can meet half-imported modules; the
 # default dtype, and what building patches into torch, are the whole process's.
@@ -67,3 +70,21 @@ class ModelLibrary(Protocol):
     @property
     def refused(self) -> Mapping[str, str]:
         """Methods of its models -> what a sharded one cannot, as the library itself does not refuse it."""
+
+
+def looked_up(package: ModuleType, name: str, base: type) -> Any:
+    """The class `name` of a library that imports its classes late, if it is one of `base`; None when there is none.
+
+    Raises `CheckpointError` when the library has it but fails to import it. To be called with `BUILDING` held.
+    """
+    try:
+        cls = getattr(package, name) if name.isidentifier() else None
+    except Exception as error:  # whatever importing raises, in whatever package that the class needs
+        if name not in dir(package):
+            return None
+        why = error.__cause__ or error
+        raise CheckpointError(
+            f"{name}: {package.__name__} {package.__version__} has it but fails to import it ({type(why).__name__}: "
+            f"{why}); install or upgrade what it asks for"
+        ) from error
+    return cls if isinstance(cls, type) and issubclass(cls, base) else None

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import CheckpointError
-from .base import BUILDING
+from .base import BUILDING, looked_up
 
 
 class Diffusers:
@@ -37,17 +36,7 @@ class Diffusers:
         with BUILDING:
             import diffusers
 
-            try:
-                cls = getattr(diffusers, name) if name.isidentifier() else None
-            except Exception as error:  # whatever importing raises, in whatever package that the class needs
-                if name not in dir(diffusers):
-                    return None
-                why = error.__cause__ or error
-                raise CheckpointError(
-                    f"{name}: diffusers {diffusers.__version__} has it but fails to import it ({type(why).__name__}: "
-                    f"{why}); install or upgrade what it asks for"
-                ) from error
-            return cls if isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin) else None
+            return looked_up(diffusers, name, diffusers.ModelMixin)
 
     def current(self, name: str, config: Mapping[str, Any]) -> Any:
         """See `ModelLibrary`."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import CheckpointError
-from .base import BUILDING
+from .base import BUILDING, looked_up
 
 
 class Transformers:
@@ -38,17 +37,7 @@ class Transformers:
                 import transformers
             except ImportError:
                 return None
-            if not name.isidentifier() or name not in dir(transformers):
-                return None
-            try:
-                cls = getattr(transformers, name)
-            except Exception as error:  # whatever importing raises, in whatever package that the class needs
-                why = error.__cause__ or error
-                raise CheckpointError(
-                    f"{name}: transformers {transformers.__version__} has it but fails to import it "
-                    f"({type(why).__name__}: {why}); install or upgrade what it asks for"
-                ) from error
-            return cls if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) else None
+            return looked_up(transformers, name, transformers.PreTrainedModel)
 
     def current(self, name: str, config: Mapping[str, Any]) -> Any:
         """See `ModelLibrary`; it renames no classes."""
