@@ -9,11 +9,11 @@ Importing this package imports neither torch nor diffusers; that happens at the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from .files.readahead import prefetch
-
+TYPE_CHECKING = False  # `typing`'s own takes longer to import than all that stands here
 if TYPE_CHECKING:
+    from typing import Any
+
+    from .files.readahead import prefetch as prefetch
     from .inputs import check_inputs as check_inputs
     from .load import load_model as load_model
     from .parallel import parallelize as parallelize
@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["check_inputs", "load_model", "load_pipeline", "parallelize", "prefetch"]
 
-_HOME = {"check_inputs": "inputs", "load_model": "load", "load_pipeline": "pipeline", "parallelize": "parallel"}
+_HOME = {
+    "check_inputs": "inputs",
+    "load_model": "load",
+    "load_pipeline": "pipeline",
+    "parallelize": "parallel",
+    "prefetch": "files.readahead",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -29,6 +35,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'loader' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "prefetch":  # the standard library alone, at once
+        return import_module(".files.readahead", __name__).prefetch
     from shardconv.libraries.base import BUILDING
 
     with BUILDING:  # two threads that ask for the first time

@@ -6,11 +6,12 @@ package imports nothing else: each name is found when it is asked for, and none 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from ._version import __version__ as __version__
 
+TYPE_CHECKING = False  # `typing`'s own takes longer to import than all that stands here
 if TYPE_CHECKING:
+    from typing import Any
+
     from .commands.convert import convert as convert
     from .commands.merge import merge as merge
     from .commands.push import push as push
