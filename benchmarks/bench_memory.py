@@ -72,7 +72,8 @@ def build(component: Path, nbytes: int) -> Path:
     manifest = Manifest(
         tool_version="0", conversion_id="",
         source=Source(None, None, None, None, (SourceFileRecord("a", 0, "", "", {}),)),
-        model_class=CONFIG["_class_name"], config_digest=config_digest(CONFIG), library_version="0", tp_degree=TP,
+        model_class=CONFIG["_class_name"], config_digest=config_digest(CONFIG), tp_degree=TP,
+        library_name="diffusers", library_version="0",
         self_contained=False, cast_to=None, keep_fp32=(), plan={"blocks.*.q": Rule(Style.COLWISE)}, head_counts=(48,),
         tensors=tuple(stored), aliases={}, left_out=(), files=(),
         digests={each.name: (digest_of_zeros(each.slice_nbytes(TP)),) * (TP if each.cut else 1) for each in stored},

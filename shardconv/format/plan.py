@@ -47,6 +47,11 @@ class Style(str, Enum):
         return STYLES[self].is_packed
 
     @property
+    def is_whole_around(self) -> bool:
+        """Whether what comes in and what goes out is whole, so that nothing around the layer can notice the cut."""
+        return STYLES[self].input in ("whole", "split") and STYLES[self].output == "summed"
+
+    @property
     def takes_local_input(self) -> bool:
         """Whether a layer's input arrives already sharded, as the output of a colwise `Linear` does, and its output is
         whole."""

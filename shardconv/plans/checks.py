@@ -52,7 +52,7 @@ def _check_fused(model: nn.Module, modules: Sequence[PlannedModule], class_plan:
     own = {module.name: module.cut for module in match(model, layers, Findings())}
     warned: set[str] = set()
     for module in modules:
-        if module.style is Style.ROWWISE_SPLIT_INPUT:  # its input is whole, so any cut of it is right
+        if module.style.is_whole_around:  # its input is whole, so any cut of it is right
             continue
         stored = getattr(model.get_submodule(module.name), blocks_attribute(module.style), None)
         meant = Cut(module.cut.dim, tuple(stored)) if stored else own.get(module.name, module.cut)
@@ -74,7 +74,7 @@ def _check_refused(model: nn.Module, modules: Sequence[PlannedModule]) -> list[s
     return [
         f"{name}: {why}; leave it out of the plan"
         for name, why in (refused(entry, model) if entry else {}).items()
-        if any(m.name.startswith(f"{name}.") and m.style is not Style.ROWWISE_SPLIT_INPUT for m in modules)
+        if any(m.name.startswith(f"{name}.") and not m.style.is_whole_around for m in modules)
     ]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..errors import CheckpointError, Interrupted, UsageError
 from ..format.names import MODEL_INDEX, WEIGHTS_STEM
 from ..format.pipeline import pipeline_components
+from ..remote.choose import is_store_name
 from ..system.pagecache import is_cached
 from .refusals import refuse_file
 
@@ -60,7 +61,7 @@ def locate(
     if path.is_file():
         raise refuse_file(path)
     name = os.fspath(source)
-    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
+    if not is_store_name(name):
         raise CheckpointError(f"{name}: no such folder; give a diffusers folder or a Hub repo id such as org/name")
     from ..remote.choose import store_named
     from .fetch import fetch
