@@ -32,6 +32,19 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_leftovers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a module of tests keeps from one test to the next goes with it: gigabytes of small models would make every
+    later fork slow."""
+    yield
+    own = [each for each in vars(request.module).values() if getattr(each, "__module__", "") == request.module.__name__]
+    kept = [each for each in own if hasattr(each, "cache_clear")]
+    for each in kept:
+        each.cache_clear()
+    if kept:
+        gc.collect()
+
+
 @pytest.fixture
 def hub() -> Iterator[object]:
     """A `StandInHub`, empty."""

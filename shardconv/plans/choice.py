@@ -79,13 +79,21 @@ def other_plan(model: nn.Module) -> Plan | None:
         return None
 
 
+def may_be_cut(library: str, name: str) -> bool:
+    """Whether a component of model_index.json can have a plan: told without importing its library."""
+    known = library_named(library)
+    return known is not None and (known.has_plans or (name in ENTRIES and ENTRIES[name].library == library))
+
+
 def has_plan(library: str, name: str, config: Mapping[str, Any] | None = None) -> bool | None:
     """Whether a pipeline component (`library`, class name of model_index.json, its config) is a model that has a plan;
     None when it is no model of a library that we know."""
     known = library_named(library)
-    if known is not None and not known.has_plans:  # asked without importing it
-        return True if name in ENTRIES and ENTRIES[name].library == library else None
-    if known is None or known.find(name) is None:
+    if known is None or not may_be_cut(library, name):
+        return None
+    if not known.has_plans:  # the catalogue alone has them
+        return True
+    if known.find(name) is None:
         return None
     cls = known.current(name, config or {})
     return bool(known.own_plan(cls)) or (cls.__name__ in ENTRIES and bool(ENTRIES[cls.__name__].plan))

@@ -13,7 +13,7 @@ from ..format.header import MAX_HEADER_NBYTES
 from ..format.names import CONFIG_NAME, MODEL_INDEX
 from ..format.pipeline import is_about, pipeline_components
 from ..format.weights import check_variant
-from ..libraries.choose import library_named
+from ..plans.choice import may_be_cut
 from ..remote.needed import Needed, is_weights, needed_files
 from ..remote.snapshot import Snapshot
 from ..remote.store import Listing, Store
@@ -46,7 +46,7 @@ def fetch(
         with Snapshot(repo, listing, folder, (), temporary=False).speaking():
             listed = pipeline_components(folder)
         components = list(listed)
-        cut = [name for name, (library, _) in listed.items() if library_named(library)]
+        cut = [name for name, part in listed.items() if may_be_cut(*part)]
     here = Snapshot(repo, listing, Path(), (), temporary=False)
     place = f"{'/'.join(filter(None, (repo.name, subfolder)))} at {listing.short_commit}"
     check_variant(place, [name for each in {"", *components} for name in here.names_in(each)], variant)

@@ -425,7 +425,7 @@ def test_c10_an_unknown_style_names_key_style_and_what_is_supported(style: objec
         resolve_toy(PLAN | {"blocks.*.ff.proj": style})
     assert str(caught.value) == (
         f"plan: 'blocks.*.ff.proj': unknown style {style!r}; supported: colwise, rowwise, rowwise_split_input, "
-        "packed_colwise, packed_rowwise, norm_across_heads, parameter, rowwise_rep"
+        "packed_colwise, packed_rowwise, norm_across_heads, vocabulary, parameter, rowwise_rep"
     )
 
 
