@@ -82,8 +82,7 @@ def load_pipeline(
                 check_inputs=check_inputs,
             )
         if dtype is None and sharded:  # the others in the dtype of the sharded one, not in fp32 as diffusers would
-            first = next((name for name in sharded if name.startswith("transformer")), sharded[0])
-            dtype = components[first].dtype
+            dtype = components[next((each for each in sharded if each.startswith("transformer")), sharded[0])].dtype
         if dtype is not None:
             components["torch_dtype"] = dtype
         assemble = partial(_assemble, path, components, place, ranks)
