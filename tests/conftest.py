@@ -20,9 +20,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read by huggingface_hub when it is importe
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # read by torch when it is imported, which many tests never do
     os.environ[_name] = "1"
 gc.disable()
-# What a model's weights take for a moment goes back to the system (M_MMAP_THRESHOLD): between small things that stay,
-# the heap would grow to more than the machine's memory, and then no process could be forked.
-ctypes.CDLL(None).mallopt(-3, 1 << 20)
+# What large tensors take for a moment goes back to the system (M_MMAP_THRESHOLD): between small things that stay, the
+# heap would grow to more than the machine's memory, and then no process could be forked. Of what is small enough some stays
+# (M_TRIM_THRESHOLD), or the system would give the same pages again and again.
+ctypes.CDLL(None).mallopt(-3, 16 << 20)
+ctypes.CDLL(None).mallopt(-1, 256 << 20)
 
 
 def pytest_collection_finish() -> None:
