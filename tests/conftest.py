@@ -21,8 +21,8 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # read by torch when it is
     os.environ[_name] = "1"
 gc.disable()
 # What large tensors take for a moment goes back to the system (M_MMAP_THRESHOLD): between small things that stay, the
-# heap would grow to more than the machine's memory, and then no process could be forked. Of what is small enough some stays
-# (M_TRIM_THRESHOLD), or the system would give the same pages again and again.
+# heap would grow to more than the machine's memory, and then no process could be forked. Of what is small enough some
+# stays (M_TRIM_THRESHOLD), or the system would give the same pages again and again.
 ctypes.CDLL(None).mallopt(-3, 16 << 20)
 ctypes.CDLL(None).mallopt(-1, 256 << 20)
 
