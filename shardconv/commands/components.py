@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,10 @@ def chosen_components(
     wanted = [name for name in planned if name not in options.whole]
     encoders = [name for name in wanted if not _is_denoiser(listed[name])]
     small = {name for name in encoders if _saved_nbytes(located.folder / name, options) < PAYS_NBYTES}
-    planner.start_for(listed[name][1] for name in encoders if name not in small)
-    unfit = {name: why for name in encoders if name not in small and (why := _misfit(located, name, options, planner))}
+    large = {name: listed[name][0] for name in encoders if name not in small}
+    unfit = {name: f"{library} is not installed" for name, library in large.items() if find_spec(library) is None}
+    planner.start_for(listed[name][1] for name in large if name not in unfit)
+    unfit |= {name: why for name in large if name not in unfit and (why := _misfit(located, name, options, planner))}
     chosen = [name for name in wanted if name not in small and name not in unfit]
     if not chosen:
         raise PlanError(_nothing(located, listed))

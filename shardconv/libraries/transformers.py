@@ -26,7 +26,10 @@ class Transformers:
     def version(self) -> str:
         """See `ModelLibrary`."""
         with BUILDING:
-            import transformers
+            try:
+                import transformers
+            except ImportError:
+                return "(none is installed)"
 
         return str(transformers.__version__)
 

@@ -114,6 +114,18 @@ def test_what_pays_is_sharded(source: Path, tmp_path: Path, monkeypatch: pytest.
         shardconv.convert(source, tmp_path / "eight", tp=8)
 
 
+def test_without_transformers_encoders_stay_whole(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever converts without it gets the denoiser sharded, and a sentence."""
+    monkeypatch.setattr("shardconv.commands.components.PAYS_NBYTES", 1000)
+    monkeypatch.setattr("shardconv.commands.components.find_spec", lambda name: None)
+    with pytest.warns(shardconv.ShardconvWarning, match="text_encoder_2: stays whole: transformers is not installed"):
+        shardconv.convert(source, tmp_path / "out", tp=2)
+    assert (tmp_path / "out" / "transformer" / "tp2").is_dir()
+    assert (tmp_path / "out" / "text_encoder_2" / "model.safetensors").is_file()
+
+
 def test_names_that_are_no_components_are_refused(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
