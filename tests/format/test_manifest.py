@@ -493,3 +493,18 @@ def test_a_manifest_beyond_reason_is_refused_unread(tmp_path: Path) -> None:
     os.truncate(tmp_path / MANIFEST_NAME, 1 << 40)
     with pytest.raises(SetError, match="1,099,511,627,776 bytes, at most 100,000,000 are read"):
         Manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [({}, True), ({"digest": ""}, True), ({"digest": "1" * 32}, False), ({"name": "b"}, False), ({"nbytes": 8}, False),
+     ({"header_digest": "2" * 32, "digest": ""}, False)],
+)  # fmt: skip
+def test_which_sources_are_of_the_same_weights(change: dict[str, Any], same: bool) -> None:
+    """Names, lengths and headers always count; digests of all bytes where both sides know them; places never do."""
+    record = SourceFileRecord("a", 7, "0" * 32, "3" * 32, {})
+    one = Source("org/a", "c0ffee", None, None, (record,))
+    other = Source(None, None, "transformer", "fp16", (replace(record, **change),))
+    assert one.same_weights(other) is same
+    assert other.same_weights(one) is same
+    assert not one.same_weights(replace(one, files=(record, record)))
