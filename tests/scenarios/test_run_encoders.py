@@ -145,3 +145,15 @@ def test_fp16_keeps_what_transformers_keeps(source: Path, tmp_path: Path) -> Non
         document = json.loads((tmp_path / dtype / "text_encoder_2" / "tp2" / "shardconv.json").read_text())
         dtypes = {tensor["name"]: tensor["dtype"] for tensor in document["tensors"]}
         assert {dtypes[name] for name in dtypes if ".wo." in name} == {kept}
+
+
+@pytest.mark.slow
+def test_through_the_hub_and_back(hub: Any, client: Any, source: Path, tmp_path: Path) -> None:
+    """A repo's encoder is converted with one weight file on disk at a time; what is pushed is loaded from the repo."""
+    hub.add_folder("org/flux", source)
+    shardconv.convert("org/flux", tmp_path / "planned", tp=2, only=SHARDED, dry_run=True)
+    shardconv.convert("org/flux", tmp_path / "out", tp=2, only=SHARDED, low_disk=True)
+    shardconv.push(tmp_path / "out", "org/flux-tp2")
+    assert not [name for name in hub.repos["org/flux-tp2"].files() if name == "text_encoder_2/model.safetensors"]
+    pipeline = loader.load_pipeline("org/flux-tp2", device="cpu")
+    assert np.abs(images(pipeline) - images(diffusers.FluxPipeline.from_pretrained(source))).max() <= TOLERANCE
